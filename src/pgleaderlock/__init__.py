@@ -1,0 +1,43 @@
+"""Leader election, fencing and leases for Python on the PostgreSQL you already run.
+
+The public names, and nothing else. Importing this imports psycopg and the standard library only.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from pgleaderlock.errors import (
+    ConfigurationError,
+    LockError,
+    PgLeaderLockError,
+    ShutdownError,
+    UnsafeSessionError,
+)
+from pgleaderlock.keys import key_pair, key_pair_from_bigint
+from pgleaderlock.lock import LeaderLock
+from pgleaderlock.models import Callback, ErrorCallback, LockState, RetryContext, StateChangeCallback
+from pgleaderlock.retry import DecorrelatedJitter, ExponentialBackoff, FixedInterval, RetryStrategy
+
+__all__ = [
+    "Callback",
+    "ConfigurationError",
+    "DecorrelatedJitter",
+    "ErrorCallback",
+    "ExponentialBackoff",
+    "FixedInterval",
+    "LeaderLock",
+    "LockError",
+    "LockState",
+    "PgLeaderLockError",
+    "RetryContext",
+    "RetryStrategy",
+    "ShutdownError",
+    "StateChangeCallback",
+    "UnsafeSessionError",
+    "key_pair",
+    "key_pair_from_bigint",
+]
+
+try:
+    __version__ = version("pgleaderlock")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"

@@ -1,0 +1,137 @@
+"""Ordered dispatch: callbacks run one after the other, in the order of the transitions that caused them.
+
+They run on a task of their own, so that a slow callback delays the next callback and nothing else: never a
+probe, never a release beyond its own timeout. What a callback raises is logged and handed to `on_error`; it
+cannot stop the lock. Imports `models`, `_clock`, `_logging` and the standard library only.
+"""
+
+import asyncio
+import inspect
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pgleaderlock._clock import Clock
+from pgleaderlock._logging import StructuredLogger
+from pgleaderlock.errors import ConfigurationError
+
+__all__ = ["CallbackRegistry", "Dispatcher"]
+
+# A callback that never returns must not eat the memory: beyond this many waiting calls, new ones are dropped.
+QUEUE_MAX = 10_000
+SLOW_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
+
+
+class CallbackRegistry:
+    """Who wants to hear of what, in the order of registration."""
+
+    EVENTS = (
+        "on_acquired",
+        "on_released",
+        "on_lost",
+        "on_acquire_failed",
+        "on_state_change",
+        "on_error",
+        "on_stopped",
+    )
+
+    def __init__(self) -> None:
+        self._callbacks: dict[str, list[Callable[..., Any]]] = {event: [] for event in self.EVENTS}
+
+    def add(self, event: str, callback: Callable[..., Any]) -> None:
+        if not callable(callback):
+            raise ConfigurationError(f"{event} takes a function, not {type(callback).__name__}: {callback!r}")
+        self._callbacks[event].append(callback)
+
+    def of(self, event: str) -> tuple[Callable[..., Any], ...]:
+        return tuple(self._callbacks[event])
+
+
+class Dispatcher:
+    """Runs what was emitted, in order, for as long as `run` does."""
+
+    def __init__(self, registry: CallbackRegistry, clock: Clock, log: StructuredLogger) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._log = log
+        self._queue: deque[tuple[str, tuple[object, ...]] | asyncio.Future[None]] = deque()
+        self._arrived = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="pgleaderlock callbacks")
+
+    def emit(self, event: str, *args: object) -> None:
+        """Queue an event; nothing runs before the caller gives the loop back."""
+        if not self._registry.of(event):
+            return
+        if len(self._queue) >= QUEUE_MAX:
+            self._log.error("callback_dropped", callback=event, waiting=len(self._queue))
+            return
+        self._queue.append((event, args))
+        self._arrived.set()
+
+    async def drained(self) -> None:
+        """Return once everything emitted before this call has run."""
+        if self._task is None or self._task.done() or not (self._queue or self._arrived.is_set()):
+            return
+        barrier: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(barrier)
+        self._arrived.set()
+        await barrier
+
+    def inside(self) -> bool:
+        """Is the caller itself a callback? It must then not wait for what comes after it."""
+        return self._task is not None and asyncio.current_task() is self._task
+
+    async def close(self) -> None:
+        """End the task; what has not run yet never will. Call `drained` first to hear everything out."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)  # a callback may refuse to be cancelled
+        self._task = None
+        for entry in self._queue:
+            if isinstance(entry, asyncio.Future) and not entry.done():
+                entry.cancel()
+        self._queue.clear()
+
+    async def _run(self) -> None:
+        while True:
+            await self._arrived.wait()
+            while self._queue:
+                entry = self._queue.popleft()
+                if isinstance(entry, asyncio.Future):
+                    if not entry.done():
+                        entry.set_result(None)
+                else:
+                    await self._call_all(*entry)
+            self._arrived.clear()
+
+    async def _call_all(self, event: str, args: tuple[object, ...]) -> None:
+        for callback in self._registry.of(event):
+            await self._call(event, callback, args)
+
+    async def _call(self, event: str, callback: Callable[..., Any], args: tuple[object, ...]) -> None:
+        began = self._clock.now()
+        name = getattr(callback, "__qualname__", repr(callback))
+        try:
+            outcome = callback(*args)
+            if inspect.isawaitable(outcome):
+                await outcome
+        except asyncio.CancelledError:
+            # Ours when the dispatcher is being closed; otherwise something inside the callback was cancelled,
+            # and that must not end the dispatcher.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self._log.error("callback_cancelled", callback=event, function=name)
+        except Exception as error:
+            self._log.error("callback_failed", exc_info=error, callback=event, function=name, error=error)
+            # An on_error that fails is only logged, or it would be told of its own failure for ever.
+            if event != "on_error":
+                await self._call_all("on_error", (error,))
+        took_s = self._clock.now() - began
+        if took_s > SLOW_S:
+            self._log.warning("callback_slow", callback=event, function=name, took_s=took_s)

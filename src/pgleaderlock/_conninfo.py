@@ -1,0 +1,175 @@
+"""What a DSN becomes before it is used: checked, completed with our settings, and kept out of every text.
+
+Pure except for reading libpq's environment variables. Settings ride in the startup packet (`options`), so they
+cost no round trip and beat what the DBA set for the role or the database. What the user writes into the DSN beats
+ours, unless it would break a promise: then it is refused, before anything is opened.
+
+Imports psycopg's parser, `errors` and the standard library only. No text made here may contain a password.
+"""
+
+import os
+import shlex
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from pgleaderlock.errors import ConfigurationError
+
+__all__ = ["ConnectionSettings", "Dsn", "check_dsn", "connect_params", "default_application_name", "resolve", "scrub"]
+
+# A callable serves passwords that expire: it is asked before every connect.
+Dsn = str | Callable[[], str | Awaitable[str]]
+
+CONNECT_TIMEOUT_S = 10
+KEEPALIVE_S_MAX = 60.0
+APPLICATION_NAME_BYTES_MAX = 63
+
+# The session does not keep its promises unless these are exactly so.
+REQUIRED = {
+    "idle_session_timeout": "0",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+}
+_STANDBY_ATTRS = ("standby", "prefer-standby", "read-only")
+_SECRETS = ("password", "sslpassword", "oauth_client_secret", "passfile")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSettings:
+    """What a dedicated session is opened with."""
+
+    application_name: str
+    statement_timeout_s: float
+    lease_s: float
+    """T: the server drops the session of a leader that has been silent for this long."""
+    allow_pooler: bool = False
+
+
+async def resolve(dsn: Dsn) -> str:
+    """The DSN as text, asked for anew if it is a callable."""
+    if isinstance(dsn, str):
+        return dsn
+    given = dsn()
+    text = given if isinstance(given, str) else await given
+    if not isinstance(text, str):
+        raise ConfigurationError(f"the DSN callable returned {type(text).__name__}: it must return a string")
+    return text
+
+
+def check_dsn(dsn: object) -> None:
+    """Raise a `ConfigurationError` for a DSN that can never work or would break a promise."""
+    if callable(dsn):
+        return
+    if not isinstance(dsn, str):
+        raise ConfigurationError(
+            f"dsn must be a string such as postgresql://user@host/database, not {type(dsn).__name__}"
+        )
+    _parsed(dsn)
+
+
+def connect_params(dsn: str, settings: ConnectionSettings) -> dict[str, str]:
+    """The user's DSN completed with ours: keyword parameters for `psycopg.AsyncConnection.connect`."""
+    given = _parsed(dsn)
+    keepalive_s = min(settings.lease_s, KEEPALIVE_S_MAX)
+    ours = {
+        "application_name": os.environ.get("PGAPPNAME") or settings.application_name,
+        "connect_timeout": os.environ.get("PGCONNECT_TIMEOUT") or str(CONNECT_TIMEOUT_S),
+        "keepalives": "1",
+        "keepalives_idle": str(max(1, int(keepalive_s / 3))),
+        "keepalives_interval": str(max(1, int(keepalive_s / 6))),
+        "keepalives_count": "3",
+        "tcp_user_timeout": str(int(keepalive_s * 1000 * 2 / 3)),
+    }
+    if "," in given.get("host", "") + given.get("hostaddr", "") and "target_session_attrs" not in given:
+        ours["target_session_attrs"] = "primary"
+    if not settings.allow_pooler:
+        # Later options win, so the user's come last; those that would break a promise were refused before.
+        ours["options"] = f"{_options(settings)} {_user_options(given)}".strip()
+        given.pop("options", None)
+    return {**ours, **given}
+
+
+def default_application_name(label: str) -> str:
+    """Says in `pg_stat_activity` which lock and which node this is, in the 63 bytes that PostgreSQL keeps."""
+    text = f"pgleaderlock {label} {socket.gethostname()}/{os.getpid()}"
+    return "".join(char if " " <= char <= "~" else "?" for char in text)[:APPLICATION_NAME_BYTES_MAX]
+
+
+def scrub(text: str, params: Mapping[str, str]) -> str:
+    """The text without any secret of these parameters."""
+    for key in _SECRETS:
+        if secret := params.get(key):
+            text = text.replace(secret, "***")
+    return " ".join(text.split())
+
+
+def _parsed(dsn: str) -> dict[str, str]:
+    try:
+        params = {key: str(value) for key, value in conninfo_to_dict(dsn.strip()).items() if value is not None}
+    except psycopg.Error:
+        # libpq's own text quotes pieces of what it could not parse, and a piece may be the password.
+        raise ConfigurationError(
+            "the DSN cannot be parsed: write postgresql://user:password@host:5432/database or "
+            "'host=… dbname=…', with special characters of the password percent-encoded (@ as %40, / as %2F)"
+        ) from None
+    if "@" in params.get("host", ""):
+        raise ConfigurationError(
+            "the DSN's host contains '@': the password has an unescaped '@' in it, write that as %40"
+        )
+    if params.get("target_session_attrs") in _STANDBY_ATTRS:
+        raise ConfigurationError(
+            "target_session_attrs asks for a standby, where a lock excludes nobody: remove it or use 'primary'"
+        )
+    if params.get("replication", "false") not in ("false", "off", "no", "0"):
+        raise ConfigurationError("the DSN asks for a replication connection, which cannot hold a lock: remove it")
+    for name, value in _assignments(_user_options(params)):
+        if name in REQUIRED and value != REQUIRED[name]:
+            raise ConfigurationError(
+                f"the DSN's options set {name}={value}, which breaks a promise of the lock: remove it there"
+            )
+    return params
+
+
+def _options(settings: ConnectionSettings) -> str:
+    statement_ms = max(1, int(settings.statement_timeout_s * 1000))
+    lease_ms = max(1, int(settings.lease_s * 1000))
+    keepalive_s = min(settings.lease_s, KEEPALIVE_S_MAX)
+    values = {
+        **REQUIRED,
+        "statement_timeout": str(statement_ms),
+        "lock_timeout": str(statement_ms),
+        "idle_in_transaction_session_timeout": str(lease_ms),
+        "client_connection_check_interval": str(max(100, min(1000, lease_ms // 4))),
+        "tcp_keepalives_idle": str(max(1, int(keepalive_s / 3))),
+        "tcp_keepalives_interval": str(max(1, int(keepalive_s / 6))),
+        "tcp_keepalives_count": "3",
+        "tcp_user_timeout": str(int(keepalive_s * 1000 * 2 / 3)),
+    }
+    return " ".join(f"-c {name}={value.replace(' ', chr(92) + ' ')}" for name, value in values.items())
+
+
+def _user_options(params: Mapping[str, str]) -> str:
+    return params.get("options") or os.environ.get("PGOPTIONS", "")
+
+
+def _assignments(options: str) -> list[tuple[str, str]]:
+    """The settings in an `options` string: `-c name=value`, `-cname=value` and `--name=value`."""
+    try:
+        words = shlex.split(options)
+    except ValueError:
+        words = options.split()
+    found = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before == "-c":
+            text = word
+        elif word.startswith(("-c", "--")):
+            text = word[2:]
+        else:
+            continue
+        name, equals, value = text.partition("=")
+        if equals:
+            found.append((name.strip().lower().replace("-", "_"), value.strip()))
+    return found

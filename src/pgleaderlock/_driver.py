@@ -1,0 +1,173 @@
+"""Carries out the table for one role: feeds inputs to it, keeps the state, does what needs no I/O.
+
+Callbacks, logs, delays and the grace deadline are dealt with here; what needs the database is left to the owner,
+who sees it in the returned transition. A lock has one driver, an election one for each role. Nothing here awaits.
+
+Imports `_fsm`, `_callbacks`, `retry`, `models`, `_clock`, `_logging` and the standard library only.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from pgleaderlock._callbacks import Dispatcher
+from pgleaderlock._clock import Clock
+from pgleaderlock._fsm import Action, Input, Rules, Transition, step
+from pgleaderlock._logging import StructuredLogger
+from pgleaderlock.errors import ConfigurationError
+from pgleaderlock.models import LockState, RetryContext
+from pgleaderlock.retry import RetryStrategy
+
+__all__ = ["Driver"]
+
+# A reconnect waits this much longer at random, whatever the strategy says: a tenth of a second at least, a fifth of the
+# delay if that is more. A thousand nodes notice a restart in the same millisecond.
+JITTER_S_MIN = 0.1
+JITTER_FRACTION = 0.2
+# Used when a strategy raises or returns nonsense: the lock goes on, and on_error hears of it.
+FALLBACK_DELAY_S = 1.0
+
+
+class Driver:
+    """One role's place in the table, and what follows from it without I/O."""
+
+    def __init__(
+        self,
+        *,
+        rules: Rules,
+        grace_s: float | None,
+        strategy: RetryStrategy,
+        clock: Clock,
+        rng: random.Random,
+        log: StructuredLogger,
+        dispatcher: Dispatcher,
+        left_leader: Callable[[], None],
+    ) -> None:
+        self.state = LockState.STOPPED
+        self.last_error: Exception | None = None
+        self.due_at: float | None = 0.0
+        """When the next attempt is to be made; None once the strategy has given up."""
+        self.grace_until = 0.0
+        self._rules = rules
+        self._grace_s = grace_s
+        self._strategy = strategy
+        self._clock = clock
+        self._rng = rng
+        self._log = log
+        self._dispatcher = dispatcher
+        self._left_leader = left_leader
+        self._attempt = 0
+        self._cycle_began = 0.0
+        self._next_change: asyncio.Future[Transition] | None = None
+
+    @property
+    def stopping(self) -> bool:
+        return self._rules.stopping
+
+    def request_stop(self) -> None:
+        """From now on a release ends in STOPPED."""
+        self._rules = replace(self._rules, stopping=True)
+
+    def feed(self, input_: Input, error: Exception | None = None) -> Transition:
+        """Apply one input: the state changes first, then what needs no I/O is done, in the table's order."""
+        transition = step(self.state, input_, self._rules)
+        self.state = transition.target
+        if error is not None:
+            self.last_error = error
+        if input_ is Input.START:
+            self.last_error = None
+        if transition.source is not transition.target:
+            self._announce(transition)
+        for action in transition.actions:
+            self._carry_out(action, error)
+        return transition
+
+    def skip_delay(self) -> None:
+        """Make the next attempt at once, unless the strategy has given up."""
+        if self.due_at is not None:
+            self.due_at = self._clock.now()
+
+    def next_change(self) -> "asyncio.Future[Transition]":
+        """Resolves at the next change of state. Shared by all who wait: shield it."""
+        if self._next_change is None or self._next_change.done():
+            self._next_change = asyncio.get_running_loop().create_future()
+        return self._next_change
+
+    def _announce(self, transition: Transition) -> None:
+        self._log.info("state_change", from_=transition.source.value, to=transition.target.value)
+        if transition.source is LockState.LEADER:
+            self._left_leader()
+        self._dispatcher.emit("on_state_change", transition.source, transition.target)
+        if self._next_change is not None and not self._next_change.done():
+            self._next_change.set_result(transition)
+
+    def _carry_out(self, action: Action, error: Exception | None) -> None:
+        """Everything but what needs the database: open, close, try, probe, reacquire and unlock are the owner's."""
+        match action:
+            case Action.EMIT_ACQUIRED:
+                self._log.info("lock_acquired", attempt=self._attempt + 1)
+                self._dispatcher.emit("on_acquired")
+            case Action.EMIT_LOST:
+                self._log.warning("lock_lost", error=self.last_error or "held by another")
+                self._dispatcher.emit("on_lost")
+            case Action.EMIT_ERROR:
+                assert error is not None, "the table emits on_error only for inputs that carry an error"
+                self._log.warning("database_error", error=error)
+                self._dispatcher.emit("on_error", error)
+            case Action.EMIT_ACQUIRE_FAILED | Action.EMIT_RELEASED | Action.EMIT_STOPPED:
+                self._dispatcher.emit(action.value)
+            case Action.LOG_LOSS:
+                self._log.warning("health_check_failed", error=error)
+            case Action.LOG_RECOVERED:
+                self._log.info("leadership_recovered")
+            case _:
+                self._schedule(action, error)
+
+    def _schedule(self, action: Action, error: Exception | None) -> None:
+        match action:
+            case Action.ATTEMPT_NOW:
+                self.due_at = self._clock.now()
+            case Action.ATTEMPT_SOON:
+                self.due_at = self._clock.now() + self._jitter_s(0.0)
+            case Action.BACK_OFF:
+                self._back_off(error, jittered=False)
+            case Action.BACK_OFF_JITTERED:
+                self._back_off(error, jittered=True)
+            case Action.RESET_RETRY:
+                self._attempt = 0
+            case Action.START_GRACE:
+                now = self._clock.now()
+                self.grace_until = now + (self._grace_s or 0.0)
+                # Never so late that the grace is over before the first try.
+                self.due_at = now + min(self._jitter_s(0.0), (self._grace_s or 0.0) / 10)
+
+    def _back_off(self, error: Exception | None, *, jittered: bool) -> None:
+        now = self._clock.now()
+        if self._attempt == 0:
+            self._cycle_began = now
+        self._attempt += 1
+        delay_s = self._next_delay_s(RetryContext(self._attempt, now - self._cycle_began, error))
+        if delay_s is None:
+            self._log.warning("gave_up", attempt=self._attempt)
+            self.due_at = None
+            return
+        if jittered:
+            delay_s += self._jitter_s(delay_s)
+        self._log.debug("back_off", attempt=self._attempt, delay_s=delay_s)
+        self.due_at = now + delay_s
+
+    def _next_delay_s(self, context: RetryContext) -> float | None:
+        try:
+            delay_s = self._strategy.next_delay_s(context)
+            if delay_s is not None and not (math.isfinite(delay_s) and delay_s >= 0):
+                raise ConfigurationError(f"the retry strategy returned {delay_s!r}: give seconds, or None to give up")
+        except Exception as error:
+            self._log.error("retry_strategy_failed", exc_info=error, error=error)
+            self._dispatcher.emit("on_error", error)
+            return FALLBACK_DELAY_S
+        return delay_s
+
+    def _jitter_s(self, delay_s: float) -> float:
+        return self._rng.uniform(0.0, max(JITTER_S_MIN, delay_s * JITTER_FRACTION))

@@ -1,0 +1,545 @@
+"""The dedicated connection: opens, checks, sets up, runs named statements, notices its own end.
+
+One connection, autocommit, never from a pool. Three rules hold it together:
+
+* Every statement has a deadline on the client. After a timeout, a cancellation or an error in mid-statement the
+  answer is unknown, so the connection is cut and never used again; the server frees what it held.
+* While no statement runs, a duplicate of the descriptor is watched, so the end of the session is noticed when the
+  socket closes and not at the next probe. (psycopg itself uses `add_reader` on the original.)
+* A `fork()`ed child must not keep the socket alive: its copies are replaced by /dev/null.
+
+Imports psycopg, `errors`, `keys`, `_conninfo`, `_sql` and the standard library. Knows nothing of states, retries or
+callbacks.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import psycopg
+from psycopg import pq
+from psycopg.rows import dict_row
+
+from pgleaderlock._conninfo import (
+    CONNECT_TIMEOUT_S,
+    REQUIRED,
+    ConnectionSettings,
+    Dsn,
+    connect_params,
+    resolve,
+    scrub,
+)
+from pgleaderlock._sql import statement
+from pgleaderlock.errors import ConfigurationError, ConnectionError, LockError, UnsafeSessionError
+from pgleaderlock.keys import KeyPair
+
+__all__ = ["BorrowedSession", "DedicatedSession", "Session", "SessionIdentity"]
+
+VERSION_MIN = 140000
+SEVER_TIMEOUT_S = 1.0
+ZOMBIE_WAIT_MS = 1000
+POOL_CHECK_TIMEOUT_S = 1.0
+SQLSTATE_OUT_OF_MEMORY = "53200"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionIdentity:
+    """Exactly one backend of one server: a pid alone may be somebody else's by now."""
+
+    pid: int
+    started: str
+
+
+class Session(Protocol):
+    """What a lock needs of a connection."""
+
+    identity: SessionIdentity | None
+
+    async def take(self, keys: KeyPair) -> bool:
+        """Try the lock once."""
+        ...
+
+    async def wait(self, keys: KeyPair, wait_s: float) -> bool:
+        """Wait for the lock at the server, for one slice of at most `wait_s`."""
+        ...
+
+    async def probe(self, keys: KeyPair) -> None:
+        """Return if the session is alive; raise if not, or if it does not answer in time."""
+        ...
+
+    async def unlock(self, keys: KeyPair) -> None:
+        """Give the lock back; raise `LockError` if the server says that it was not held."""
+        ...
+
+    async def end_zombie(self, zombie: SessionIdentity) -> bool:
+        """End a session that was ours before a cut; True if it was there."""
+        ...
+
+    async def lost(self) -> ConnectionError:
+        """Return, with the reason, when the session has ended while idle."""
+        ...
+
+    async def close(self) -> None:
+        """Give the connection back to the system. Never raises, never waits for the server."""
+        ...
+
+
+class DedicatedSession:
+    """Our own connection, with the lease, the checks and the watch."""
+
+    def __init__(
+        self, connection: psycopg.AsyncConnection[Any], params: Mapping[str, str], settings: ConnectionSettings
+    ) -> None:
+        self._connection = connection
+        self._params = params
+        self._settings = settings
+        self._backend_pid = connection.pgconn.backend_pid
+        self._loss: asyncio.Future[ConnectionError] = asyncio.get_running_loop().create_future()
+        self._last_fatal: str | None = None
+        self._deadlock_timeout_s = 1.0
+        self._watched_fd = os.dup(connection.pgconn.socket)
+        self.identity: SessionIdentity | None = None
+        _descriptors_of[self] = (connection.pgconn.socket, self._watched_fd)
+        connection.add_notice_handler(self._remember_fatal)
+
+    # --- Opening
+
+    @classmethod
+    async def open(cls, dsn: Dsn, settings: ConnectionSettings) -> "DedicatedSession":
+        """Connect, or raise `ConnectionError` with a text that names the remedy and no secret."""
+        params: dict[str, str] = {}
+        try:
+            params = connect_params(await resolve(dsn), settings)
+            async with asyncio.timeout(_patience_s(params)):
+                connection = await psycopg.AsyncConnection.connect(
+                    "",
+                    autocommit=True,
+                    prepare_threshold=None,
+                    cursor_factory=psycopg.AsyncClientCursor,
+                    row_factory=dict_row,
+                    **params,  # type: ignore[arg-type]  # every value is text, which is one of the accepted types
+                )
+        except psycopg.Error as error:
+            raise _connect_error(error, params) from _cause(error, params)
+        except TimeoutError:
+            raise ConnectionError(f"the server did not answer within {_patience_s(params):g} s") from None
+        except ConfigurationError:
+            raise
+        except Exception as error:  # the user's own DSN callable, or a resolver that fails in its own way
+            raise ConnectionError(f"cannot connect: {scrub(str(error), params)}") from _cause(error, params)
+        session = cls(connection, params, settings)
+        try:
+            await session._check()
+        except BaseException:
+            await session.close()
+            raise
+        session._watch()
+        return session
+
+    async def _check(self) -> None:
+        pgconn = self._connection.pgconn
+        if pgconn.server_version < VERSION_MIN:
+            raise UnsafeSessionError(
+                "version",
+                f"PostgreSQL {pgconn.server_version // 10000} cannot end a silent session (idle_session_timeout): "
+                "use PostgreSQL 14 or newer",
+            )
+        if pgconn.parameter_status(b"in_hot_standby") == b"on":
+            raise _standby_error()
+        if self._settings.allow_pooler:
+            await self._set_up_behind_pooler()
+
+    async def _set_up_behind_pooler(self) -> None:
+        row = await self._run("set_up_pooled", **self._timeouts_ms())
+        self._backend_pid = row["backend_pid"]
+        if await self._backend_is_shared():
+            raise UnsafeSessionError(
+                "pooler",
+                "the pooler hands one server session to several clients (pool_mode transaction or statement), where a "
+                "lock excludes nobody: use pool_mode=session or connect to PostgreSQL itself",
+            )
+
+    async def _backend_is_shared(self) -> bool:
+        """Does a second client of the pooler, inside a transaction, get the backend that is ours?
+
+        A pool in session mode never does that. A pool that has no free session makes the second client wait, which
+        shows as well that ours is not free; so no answer in time counts as "not shared". Every later probe looks again.
+        """
+        try:
+            async with asyncio.timeout(POOL_CHECK_TIMEOUT_S):
+                other = await psycopg.AsyncConnection.connect("", **self._params)  # type: ignore[arg-type]
+        except (psycopg.Error, TimeoutError):
+            return False
+        try:
+            async with asyncio.timeout(POOL_CHECK_TIMEOUT_S):
+                # Not autocommit: psycopg opens a transaction first, which a pool in statement mode refuses.
+                row = await (await other.execute(statement("same_backend"))).fetchone()
+            return row is not None and row[0] == self._backend_pid
+        except TimeoutError:
+            return False
+        except psycopg.Error as error:
+            return "statement pooling" in str(error) or "transaction" in str(error)
+        finally:
+            _sever(other)
+            await other.close()
+
+    # --- The statements
+
+    async def take(self, keys: KeyPair) -> bool:
+        row = await self._run(
+            "take",
+            **_key_params(keys),
+            **self._timeouts_ms(),
+            backend_pid=self._backend_pid,
+            pooled=self._settings.allow_pooler,
+        )
+        self._deadlock_timeout_s = _seconds(row["deadlock_timeout"])
+        self.identity = SessionIdentity(row["backend_pid"], row["backend_start"])
+        if row["granted"] is None:
+            await self.close()
+            raise self._refusal(row)
+        return bool(row["granted"])
+
+    async def wait(self, keys: KeyPair, wait_s: float) -> bool:
+        # Half of deadlock_timeout: the server runs its deadlock check and logs a waiter only after that time, and a
+        # CREATE INDEX CONCURRENTLY that waits for our snapshot is let through between two slices.
+        slice_s = min(wait_s, self._deadlock_timeout_s / 2, self._settings.statement_timeout_s / 2)
+        row = await self._run(
+            "wait_for_lock",
+            **_key_params(keys),
+            **self._timeouts_ms(),
+            slice_ms=max(1, int(slice_s * 1000)),
+        )
+        return bool(row["granted"])
+
+    async def probe(self, keys: KeyPair) -> None:
+        if not self._settings.allow_pooler:
+            await self._run("probe")
+            return
+        row = await self._run("probe_pooled", **_key_params(keys), backend_pid=self._backend_pid)
+        if not row["alive"]:
+            await self.close()
+            raise UnsafeSessionError(
+                "pooler",
+                "the pooler has moved this client to another server session, so the lock is no longer ours: "
+                "use pool_mode=session or connect to PostgreSQL itself",
+            )
+
+    async def unlock(self, keys: KeyPair) -> None:
+        row = await self._run("unlock", **_key_params(keys))
+        if not row["unlocked"]:
+            raise LockError(
+                f"the server says that lock {keys[0]}/{keys[1]} was not held by this session: "
+                "somebody released it with pg_advisory_unlock_all(), or a pooler is in between"
+            )
+
+    async def end_zombie(self, zombie: SessionIdentity) -> bool:
+        row = await self._run(
+            "end_own_zombie", zombie_pid=zombie.pid, zombie_start=zombie.started, wait_ms=ZOMBIE_WAIT_MS
+        )
+        return bool(row.get("ended"))
+
+    async def _run(self, name: str, **params: object) -> dict[str, Any]:
+        """One statement, one simple-query message, one row; anything else ends the session."""
+        self._unwatch()
+        if self._loss.done():
+            raise self._loss.result()
+        timeout_s = self._settings.statement_timeout_s
+        inner = asyncio.ensure_future(self._execute(name, params))
+        inner.add_done_callback(_retrieve)
+        try:
+            done, _ = await asyncio.wait([inner], timeout=timeout_s)
+            if not done:
+                await self._abandon(inner)
+                raise self._lose(ConnectionError(f"the server did not answer {name!r} within {timeout_s:g} s"))
+            row = inner.result()
+        except ConnectionError:
+            raise
+        except Exception as error:
+            await self.close()
+            raise self._lose(self._statement_error(name, error)) from _cause(error, self._params)
+        except BaseException:
+            # Cancelled in mid-statement. psycopg would ask the server to cancel and wait for it; the answer is
+            # unknown whatever it says, so the connection goes instead.
+            self._lose(ConnectionError(f"{name!r} was cancelled while the server was at it"))
+            await self._abandon(inner)
+            raise
+        self._watch()
+        return row
+
+    async def _execute(self, name: str, params: Mapping[str, object]) -> dict[str, Any]:
+        cursor = self._connection.cursor()
+        await cursor.execute(statement(name), params)
+        while cursor.nextset():
+            pass
+        row = await cursor.fetchone()
+        return row if row is not None else {}
+
+    async def _abandon(self, inner: "asyncio.Future[dict[str, Any]]") -> None:
+        _sever(self._connection)
+        if not inner.done():
+            await asyncio.wait([inner], timeout=SEVER_TIMEOUT_S)
+        inner.cancel()
+        await self.close()
+
+    # --- The end
+
+    async def lost(self) -> ConnectionError:
+        return await asyncio.shield(self._loss)
+
+    async def close(self) -> None:
+        self._unwatch()
+        if _descriptors_of.pop(self, None) is not None:
+            os.close(self._watched_fd)
+        await self._connection.close()
+
+    def _watch(self) -> None:
+        if self._connection.closed:
+            self._lose(ConnectionError(f"the session has ended: {self._last_fatal or 'the connection is broken'}"))
+        else:
+            asyncio.get_running_loop().add_reader(self._watched_fd, self._readable)
+
+    def _unwatch(self) -> None:
+        if self in _descriptors_of:
+            asyncio.get_running_loop().remove_reader(self._watched_fd)
+
+    def _readable(self) -> None:
+        """Readable is not lost: it may be a notice or a changed parameter. Read it, then look."""
+        pgconn = self._connection.pgconn
+        try:
+            pgconn.consume_input()
+            while pgconn.notifies() is not None:
+                pass
+        except psycopg.Error as error:
+            self._unwatch()
+            self._lose(ConnectionError(f"the session has ended: {self._last_fatal or scrub(str(error), self._params)}"))
+            return
+        if pgconn.status != pq.ConnStatus.OK:
+            self._unwatch()
+            self._lose(ConnectionError(f"the session has ended: {self._last_fatal or 'the connection is broken'}"))
+
+    def _lose(self, error: ConnectionError | LockError) -> ConnectionError | LockError:
+        if not self._loss.done():
+            self._loss.set_result(error if isinstance(error, ConnectionError) else ConnectionError(str(error)))
+        return error
+
+    def _remember_fatal(self, diagnostic: psycopg.errors.Diagnostic) -> None:
+        if diagnostic.severity_nonlocalized in ("FATAL", "PANIC"):
+            self._last_fatal = diagnostic.message_primary
+
+    # --- What went wrong
+
+    def _timeouts_ms(self) -> dict[str, int]:
+        return {
+            "lease_ms": max(1, int(self._settings.lease_s * 1000)),
+            "statement_timeout_ms": max(1, int(self._settings.statement_timeout_s * 1000)),
+        }
+
+    def _statement_error(self, name: str, error: Exception) -> ConnectionError | LockError:
+        text = scrub(self._last_fatal or str(error), self._params)
+        if getattr(error, "sqlstate", None) == SQLSTATE_OUT_OF_MEMORY:
+            return LockError(
+                f"the server's lock table is full ({text}): raise max_locks_per_transaction, or hold fewer locks"
+            )
+        return ConnectionError(f"{name!r} failed: {text}")
+
+    def _refusal(self, row: Mapping[str, Any]) -> UnsafeSessionError:
+        if row["in_recovery"]:
+            return _standby_error()
+        if row["already_held"] or row["backend_pid"] != self._backend_pid:
+            return _pooler_error("the server session behind this connection is not ours alone")
+        wrong = ", ".join(f"{name}={row[name]}" for name in REQUIRED if row[name] != REQUIRED[name])
+        return UnsafeSessionError(
+            "settings",
+            f"the session does not have the settings it was opened with ({wrong}): something between us and "
+            "PostgreSQL drops them, or they were changed afterwards; connect to PostgreSQL itself",
+        )
+
+
+class BorrowedSession:
+    """A connection from the caller's `connect_fn`: three statements, and nothing else is known about it.
+
+    No lease, no watch, no pooler check, no eviction: the caller owns its set-up, autocommit included. Used are only
+    `await execute(sql, params)`, the cursor's `await fetchone()`, `await close()` and `closed`.
+    """
+
+    identity: SessionIdentity | None = None
+
+    def __init__(self, connection: Any, timeout_s: float) -> None:
+        self._connection = connection
+        self._timeout_s = timeout_s
+
+    @classmethod
+    async def open(cls, connect_fn: Callable[[], Awaitable[Any]], timeout_s: float) -> "BorrowedSession":
+        opening = asyncio.ensure_future(_awaited(connect_fn))
+        try:
+            done, _ = await asyncio.wait([opening], timeout=CONNECT_TIMEOUT_S)
+        except BaseException:
+            _forsake(opening)
+            raise
+        if not done:
+            _forsake(opening)
+            raise ConnectionError(f"connect_fn did not return within {CONNECT_TIMEOUT_S} s")
+        try:
+            connection = opening.result()
+        except Exception as error:
+            raise ConnectionError(f"connect_fn failed: {error}") from error
+        if getattr(connection, "closed", None) is not False:
+            raise ConnectionError("connect_fn returned a closed connection: it must return an open one, in autocommit")
+        return cls(connection, timeout_s)
+
+    async def take(self, keys: KeyPair) -> bool:
+        return bool(await self._run("borrowed_take", keys))
+
+    async def wait(self, keys: KeyPair, wait_s: float) -> bool:
+        raise ConfigurationError("a connection from connect_fn cannot wait at the server")
+
+    async def probe(self, keys: KeyPair) -> None:
+        await self._run("borrowed_probe", None)
+
+    async def unlock(self, keys: KeyPair) -> None:
+        if not await self._run("borrowed_unlock", keys):
+            raise LockError(f"the server says that lock {keys[0]}/{keys[1]} was not held by this session")
+
+    async def end_zombie(self, zombie: SessionIdentity) -> bool:
+        return False
+
+    async def lost(self) -> ConnectionError:
+        return await asyncio.get_running_loop().create_future()  # nothing watches the socket: only a probe can tell
+
+    async def close(self) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(self._timeout_s):
+                await self._connection.close()
+
+    async def _run(self, name: str, params: KeyPair | None) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                cursor = await self._connection.execute(statement(name).decode(), params)
+                row = await cursor.fetchone()
+        except TimeoutError:
+            await self.close()
+            raise ConnectionError(f"the server did not answer within {self._timeout_s:g} s") from None
+        except Exception as error:
+            await self.close()
+            raise ConnectionError(f"the statement failed: {error}") from error
+        except BaseException:
+            await self.close()  # cancelled in mid-statement: the answer is unknown
+            raise
+        if not row:
+            raise ConnectionError("the connection returned no row: it does not behave like a psycopg connection")
+        return row[0] if not isinstance(row, Mapping) else next(iter(row.values()))
+
+
+# --- Helpers
+
+
+def _key_params(keys: KeyPair) -> dict[str, int]:
+    """The pair as the functions take it, and as `pg_locks` shows it: unsigned."""
+    return {
+        "key1": keys[0],
+        "key2": keys[1],
+        "classid": keys[0] & 0xFFFFFFFF,
+        "objid": keys[1] & 0xFFFFFFFF,
+    }
+
+
+_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _seconds(setting: str) -> float:
+    """A time as `current_setting` shows it: `500ms`, `1s`, `2min`."""
+    match = re.fullmatch(r"(\d+)(us|ms|s|min|h|d)?", setting)
+    return float(match[1]) * _UNITS_S[match[2] or "ms"] if match else 1.0
+
+
+def _patience_s(params: Mapping[str, str]) -> float:
+    """psycopg gives each host its connect_timeout; names may resolve to several addresses."""
+    hosts = max(params.get(key, "").count(",") + 1 for key in ("host", "hostaddr"))
+    try:
+        each_s = max(2.0, float(params.get("connect_timeout", CONNECT_TIMEOUT_S)))
+    except ValueError:
+        each_s = CONNECT_TIMEOUT_S
+    return each_s * hosts + 1.0
+
+
+def _connect_error(error: psycopg.Error, params: Mapping[str, str]) -> ConnectionError:
+    text = scrub(str(error), params)
+    if "unsupported startup parameter" in text:
+        return _pooler_error(text)
+    if "hot standby" in text:
+        return _standby_error()
+    return ConnectionError(f"cannot connect: {text}")
+
+
+def _cause(error: Exception, params: Mapping[str, str]) -> Exception | None:
+    """The original as the cause, unless its text would put a secret into a traceback."""
+    text = str(error)
+    return error if " ".join(text.split()) == scrub(text, params) else None
+
+
+def _pooler_error(detail: str) -> UnsafeSessionError:
+    return UnsafeSessionError(
+        "pooler",
+        f"there is a connection pooler between us and PostgreSQL ({detail}): connect to PostgreSQL itself, or, if the "
+        "pool is in session mode, pass allow_pooler=True",
+    )
+
+
+def _standby_error() -> UnsafeSessionError:
+    return UnsafeSessionError(
+        "standby",
+        "this server is a standby, where a lock excludes nobody: connect to the primary, or list all hosts in the DSN",
+    )
+
+
+def _sever(connection: psycopg.AsyncConnection[Any]) -> None:
+    """End the stream in both directions without closing the descriptor, so that whoever waits on it wakes up."""
+    with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
+        twin.shutdown(socket.SHUT_RDWR)
+
+
+def _retrieve(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+async def _awaited(connect_fn: Callable[[], Awaitable[Any]]) -> Any:
+    return await connect_fn()
+
+
+def _forsake(opening: "asyncio.Future[Any]") -> None:
+    """Cancel a connect_fn that is no longer wanted; what it opens all the same is closed when it comes."""
+
+    def close_late(future: "asyncio.Future[Any]") -> None:
+        if future.cancelled() or future.exception() is not None:
+            return
+        _late.add(task := asyncio.ensure_future(BorrowedSession(future.result(), SEVER_TIMEOUT_S).close()))
+        task.add_done_callback(_late.discard)
+
+    opening.add_done_callback(close_late)
+    opening.cancel()
+
+
+_late: set["asyncio.Future[None]"] = set()
+
+_descriptors_of: dict[DedicatedSession, tuple[int, int]] = {}
+
+
+def _let_go_in_child() -> None:
+    """In a forked child: the parent's sessions must end with the parent."""
+    if not _descriptors_of:
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptors in _descriptors_of.values():
+        for descriptor in descriptors:
+            os.dup2(null, descriptor)
+    os.close(null)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

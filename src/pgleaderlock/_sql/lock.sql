@@ -1,0 +1,111 @@
+-- The statements of the dedicated session. All are sent as one simple-query message each: a Parse without its
+-- Sync would leave the backend outside "idle", where idle_session_timeout, our lease, never fires.
+
+-- name: take
+-- Looks at the session and tries the lock in one round trip. The lock is not touched unless the session is fit
+-- for it: the CASE evaluates the try once or not at all, and a try-lock in a WHERE clause was seen to count twice.
+-- The lease begins in the same statement as the lock, so no error can come between them. Behind a pooler that was
+-- allowed, a backend that already holds the lock serves another client: advisory locks are re-entrant, so taking it
+-- once more would succeed, and two clients would lead.
+WITH look AS MATERIALIZED (
+    SELECT pg_backend_pid() AS backend_pid,
+           pg_is_in_recovery() AS in_recovery,
+           current_setting('idle_session_timeout') AS idle_session_timeout,
+           current_setting('default_transaction_isolation') AS default_transaction_isolation,
+           current_setting('default_transaction_read_only') AS default_transaction_read_only,
+           CASE WHEN %(pooled)s THEN EXISTS (
+               SELECT FROM pg_locks
+               WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
+                 AND classid::bigint = %(classid)s AND objid::bigint = %(objid)s AND objsubid = 2
+           ) ELSE false END AS already_held
+), taken AS MATERIALIZED (
+    SELECT CASE WHEN backend_pid = %(backend_pid)s
+                 AND NOT in_recovery
+                 AND idle_session_timeout = '0'
+                 AND default_transaction_isolation = 'read committed'
+                 AND default_transaction_read_only = 'off'
+                 AND NOT already_held
+           THEN pg_try_advisory_lock(%(key1)s, %(key2)s) END AS granted
+    FROM look
+)
+SELECT granted,
+       CASE WHEN granted THEN set_config('idle_session_timeout', %(lease_ms)s::text, false) END AS lease,
+       look.*,
+       current_setting('deadlock_timeout') AS deadlock_timeout,
+       (SELECT extract(epoch FROM backend_start)::text FROM pg_stat_get_activity(pg_backend_pid())) AS backend_start
+FROM look, taken
+
+-- name: set_up_pooled
+-- What the startup packet does without a pooler. A pooler in session mode keeps these for as long as we are connected.
+SELECT pg_backend_pid() AS backend_pid,
+       set_config('idle_session_timeout', '0', false),
+       set_config('statement_timeout', %(statement_timeout_ms)s::text, false),
+       set_config('lock_timeout', %(statement_timeout_ms)s::text, false),
+       set_config('idle_in_transaction_session_timeout', %(lease_ms)s::text, false),
+       set_config('default_transaction_isolation', 'read committed', false),
+       set_config('default_transaction_read_only', 'off', false)
+
+-- name: same_backend
+-- Asked on a second connection, inside a transaction: does the pooler hand out the first one's backend?
+SELECT pg_backend_pid() AS backend_pid
+
+-- name: wait_for_lock
+-- Waits at the server for one slice. The EXCEPTION handler keeps the end of a slice out of the server's log. The
+-- timeout can strike after the grant: what is in pg_locks then decides, not the error. What a block sets is rolled back
+-- with it, so the answer is reset outside, and lock and lease are confirmed in the handler once more.
+DO $wait$
+DECLARE
+    held boolean;
+BEGIN
+    PERFORM set_config('pgleaderlock.granted', 'no', false);
+    BEGIN
+        PERFORM set_config('lock_timeout', '%(slice_ms)s', true);
+        PERFORM pg_advisory_lock(%(key1)s, %(key2)s);
+        held := true;
+    EXCEPTION WHEN lock_not_available THEN
+        held := EXISTS (
+            SELECT FROM pg_locks
+            WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
+              AND classid::bigint = %(classid)s AND objid::bigint = %(objid)s AND objsubid = 2
+        );
+    END;
+    IF held THEN
+        PERFORM set_config('pgleaderlock.granted', 'yes', false);
+        PERFORM set_config('idle_session_timeout', '%(lease_ms)s', false);
+    END IF;
+END
+$wait$;
+SELECT current_setting('pgleaderlock.granted') = 'yes' AS granted
+
+-- name: probe
+-- Is the session alive? It also restarts the server's idle clock, which is how the lease is kept.
+SELECT 1 AS alive
+
+-- name: probe_pooled
+-- Behind a pooler an answer proves nothing about our backend, so this one asks for the lock itself.
+SELECT pg_backend_pid() = %(backend_pid)s AND EXISTS (
+    SELECT FROM pg_locks
+    WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
+      AND classid::bigint = %(classid)s AND objid::bigint = %(objid)s AND objsubid = 2
+) AS alive
+
+-- name: unlock
+SELECT pg_advisory_unlock(%(key1)s, %(key2)s) AS unlocked
+
+-- name: end_own_zombie
+-- Ends exactly one session: the one that was ours before a cut, known by pid and start. Waits until it is gone.
+SELECT pg_terminate_backend(pid, %(wait_ms)s) AS ended
+FROM pg_stat_get_activity(%(zombie_pid)s)
+WHERE extract(epoch FROM backend_start)::text = %(zombie_start)s
+  AND datid = (SELECT oid FROM pg_database WHERE datname = current_database())
+
+-- The statements for a connection that the caller owns. Positional parameters, so that a small fake can serve.
+
+-- name: borrowed_take
+SELECT pg_try_advisory_lock(%s, %s)
+
+-- name: borrowed_probe
+SELECT 1
+
+-- name: borrowed_unlock
+SELECT pg_advisory_unlock(%s, %s)

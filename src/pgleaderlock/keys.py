@@ -1,0 +1,70 @@
+"""From a name to the pair of advisory-lock keys: pure, and stable for ever.
+
+Two versions of this library, or a lock, a guard and an election, must meet at the same key for the same
+name; a change here would let two leaders run side by side during an upgrade. The test vectors are frozen.
+Only the pair space of PostgreSQL is used: `(a, b)` and the bigint made of `a` and `b` are different locks.
+
+Imports the standard library and `errors` only.
+"""
+
+import hashlib
+import struct
+
+from pgleaderlock.errors import ConfigurationError
+
+__all__ = ["DEFAULT_NAMESPACE", "KeyPair", "check_key_pair", "key_pair", "key_pair_from_bigint"]
+
+DEFAULT_NAMESPACE = "pgleaderlock"
+NAME_BYTES_MAX = 512
+
+KEY_MIN, KEY_MAX = -(2**31), 2**31 - 1
+BIGINT_MIN, BIGINT_MAX = -(2**63), 2**63 - 1
+
+KeyPair = tuple[int, int]
+
+
+def key_pair(name: str, namespace: str = DEFAULT_NAMESPACE) -> KeyPair:
+    """The keys of a named lock: the first eight bytes of SHA-256(namespace NUL name), as two signed 32-bit integers."""
+    digest = hashlib.sha256(_checked("namespace", namespace) + b"\0" + _checked("name", name)).digest()
+    key1, key2 = struct.unpack(">ii", digest[:8])
+    return key1, key2
+
+
+def key_pair_from_bigint(key: int) -> KeyPair:
+    """The high and the low half of a 64-bit key, for those who already have one number."""
+    _check_integer("key", key, BIGINT_MIN, BIGINT_MAX)
+    key1, key2 = struct.unpack(">ii", struct.pack(">q", key))
+    return key1, key2
+
+
+def check_key_pair(key1: int, key2: int) -> KeyPair:
+    """The pair as given, or a `ConfigurationError` that names the range."""
+    _check_integer("key1", key1, KEY_MIN, KEY_MAX)
+    _check_integer("key2", key2, KEY_MIN, KEY_MAX)
+    return key1, key2
+
+
+def _check_integer(what: str, value: object, low: int, high: int) -> None:
+    # bool is an int to Python, but True as a lock key is always a mistake.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigurationError(f"{what} must be an integer from {low} to {high}, not {type(value).__name__}")
+    if not low <= value <= high:
+        raise ConfigurationError(f"{what}={value} is out of range: give an integer from {low} to {high}")
+
+
+def _checked(what: str, text: object) -> bytes:
+    if not isinstance(text, str):
+        raise ConfigurationError(f"{what} must be a string, not {type(text).__name__}")
+    if not text:
+        raise ConfigurationError(f"{what} must not be empty")
+    if "\0" in text:
+        raise ConfigurationError(f"{what} must not contain a NUL character")
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"{what} must be encodable as UTF-8: it has a lone surrogate") from None
+    if len(encoded) > NAME_BYTES_MAX:
+        raise ConfigurationError(
+            f"{what} is {len(encoded)} bytes long; at most {NAME_BYTES_MAX} are allowed: shorten it"
+        )
+    return encoded

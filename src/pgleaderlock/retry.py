@@ -1,0 +1,100 @@
+"""Retry strategies: how long to wait before the next attempt, or None to give up.
+
+Pure: no clock, no sleeping, no I/O. A strategy without memory may be shared between locks; one with memory
+offers `copy()`, which each lock calls once, so that two locks never disturb each other's sequence.
+
+Imports `errors`, `models` and the standard library only.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from pgleaderlock.errors import ConfigurationError
+from pgleaderlock.models import RetryContext
+
+__all__ = ["DecorrelatedJitter", "ExponentialBackoff", "FixedInterval", "RetryStrategy"]
+
+
+@runtime_checkable
+class RetryStrategy(Protocol):
+    """What a lock asks after each failed attempt."""
+
+    def next_delay_s(self, ctx: RetryContext) -> float | None:
+        """Seconds until the next attempt; None gives up, and the lock stops."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentialBackoff:
+    """`base_s`, then `multiplier` times longer after each failure, never beyond `max_s`."""
+
+    base_s: float = 1.0
+    max_s: float = 30.0
+    multiplier: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_bounds(self.base_s, self.max_s)
+        _check_number("multiplier", self.multiplier, at_least=1.0)
+
+    def next_delay_s(self, ctx: RetryContext) -> float | None:
+        try:
+            delay_s = self.base_s * self.multiplier ** (ctx.attempt - 1)
+        except OverflowError:  # after a thousand doublings the power no longer fits a float
+            return self.max_s
+        return min(delay_s, self.max_s)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedInterval:
+    """The same delay every time."""
+
+    interval_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check_number("interval_s", self.interval_s, at_least=0.0)
+
+    def next_delay_s(self, ctx: RetryContext) -> float | None:
+        return self.interval_s
+
+
+class DecorrelatedJitter:
+    """A random delay between `base_s` and three times the previous one, never beyond `max_s`.
+
+    Many nodes that fail together drift apart quickly. The sequence starts anew at attempt 1.
+    """
+
+    def __init__(self, base_s: float = 1.0, max_s: float = 30.0, *, rng: random.Random | None = None) -> None:
+        _check_bounds(base_s, max_s)
+        self.base_s = base_s
+        self.max_s = max_s
+        self._rng = rng or random.Random()
+        self._previous_s = base_s
+
+    def next_delay_s(self, ctx: RetryContext) -> float | None:
+        if ctx.attempt == 1:
+            self._previous_s = self.base_s
+        self._previous_s = min(self.max_s, self._rng.uniform(self.base_s, self._previous_s * 3))
+        return self._previous_s
+
+    def copy(self) -> "DecorrelatedJitter":
+        """The same settings with a memory of its own."""
+        return DecorrelatedJitter(self.base_s, self.max_s, rng=self._rng)
+
+    def __repr__(self) -> str:
+        return f"DecorrelatedJitter(base_s={self.base_s}, max_s={self.max_s})"
+
+
+def _check_bounds(base_s: float, max_s: float) -> None:
+    _check_number("base_s", base_s, at_least=0.0)
+    _check_number("max_s", max_s, at_least=0.0)
+    if base_s > max_s:
+        raise ConfigurationError(f"base_s={base_s} is longer than max_s={max_s}: lower base_s or raise max_s")
+
+
+def _check_number(what: str, value: object, *, at_least: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigurationError(f"{what} must be a number, not {type(value).__name__}")
+    if not math.isfinite(value) or value < at_least:
+        raise ConfigurationError(f"{what}={value} is not usable: give a finite number, {at_least:g} or more")
