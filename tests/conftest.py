@@ -1,0 +1,138 @@
+"""Fixtures for every test: a server per test process, throw-away ones, a breakable network; and no silent skips.
+
+`dsn` is what most tests need. It comes with `nothing_left`, which fails a test that leaves a session or a lock behind.
+"""
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from typing import Protocol
+
+import pytest
+
+from pgleaderlock.embedded import EmbeddedPostgres
+from proxy import Proxy
+from servers import throwaway, wait_until_nothing_left
+from support.pgbouncer import PoolMode, pooler
+
+# -- no test is skipped in silence ------------------------------------------------------------------------------------
+
+
+def _in_ci() -> bool:
+    return os.environ.get("CI", "").lower() not in {"", "0", "false"}
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    detail = report.longrepr
+    return str(detail[2] if isinstance(detail, tuple) else detail).removeprefix("Skipped: ")
+
+
+def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if _in_ci() and report.skipped and not hasattr(report, "wasxfail"):
+        report.longrepr = f"Skipped, which in CI is a failure: {_reason(report)}"
+        report.outcome = "failed"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI, a test that cannot run is a test that fails."""
+    report = yield
+    _forbid_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a whole file that skips itself."""
+    report = yield
+    _forbid_skip(report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Elsewhere, what was not tested is said at the end, where it is read."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.section("NOT TESTED", sep="!", red=True, bold=True)
+        for report in skipped:
+            terminalreporter.line(f"{report.nodeid}\n    {_reason(report)}")
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[EmbeddedPostgres]:
+    """The server of this test process. Do not stop or reconfigure it: take `throwaway_postgres` for that."""
+    with throwaway() as server:
+        yield server
+
+
+@pytest.fixture
+def nothing_left(postgres: EmbeddedPostgres) -> Iterator[None]:
+    """Fails a test after which a client session or an advisory lock is left in the server."""
+    yield
+    left = wait_until_nothing_left(postgres.dsn)
+    if left:
+        pytest.fail("left in the server after the test:\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture
+def dsn(postgres: EmbeddedPostgres, nothing_left: None) -> str:
+    """The superuser's DSN of this process's server. One database for all tests: use lock names of your own."""
+    return postgres.dsn
+
+
+class StartServer(Protocol):
+    """Starts one more server; keyword arguments are PostgreSQL settings."""
+
+    def __call__(self, **settings: str) -> EmbeddedPostgres: ...
+
+
+@pytest.fixture
+def throwaway_postgres() -> Iterator[StartServer]:
+    """Starts servers that belong to the test alone, to be stopped, restarted, replicated and promoted."""
+    with contextlib.ExitStack() as servers:
+
+        def start(**settings: str) -> EmbeddedPostgres:
+            return servers.enter_context(throwaway(settings))
+
+        yield start
+
+
+# -- between client and server ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def proxy_to() -> AsyncIterator[Callable[[str], Awaitable[Proxy]]]:
+    """Starts proxies: `proxy = await proxy_to(server.dsn)`, then `proxy.dsn_for(server.dsn)`."""
+    async with contextlib.AsyncExitStack() as proxies:
+
+        async def start(dsn: str) -> Proxy:
+            return await proxies.enter_async_context(Proxy.to(dsn))
+
+        yield start
+
+
+@pytest.fixture
+async def proxy(dsn: str) -> AsyncIterator[Proxy]:
+    """A proxy in front of this process's server."""
+    async with Proxy.to(dsn) as running:
+        yield running
+
+
+class StartPooler(Protocol):
+    """Starts pgbouncer in front of the server of a DSN; gives the DSN through it."""
+
+    def __call__(self, dsn: str, pool_mode: PoolMode, **settings: str) -> str: ...
+
+
+@pytest.fixture
+def pgbouncer(nothing_left: None) -> Iterator[StartPooler]:
+    """Starts poolers. They end with the test, before `nothing_left` looks."""
+    with contextlib.ExitStack() as poolers:
+
+        def start(dsn: str, pool_mode: PoolMode, **settings: str) -> str:
+            return poolers.enter_context(pooler(dsn, pool_mode, settings))
+
+        yield start

@@ -1,0 +1,1 @@
+"""What several tests share: counts, tools of the machine, a pooler."""
