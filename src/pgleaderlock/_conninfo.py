@@ -12,6 +12,7 @@ import shlex
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -67,12 +68,12 @@ def check_dsn(dsn: object) -> None:
         raise ConfigurationError(
             f"dsn must be a string such as postgresql://user@host/database, not {type(dsn).__name__}"
         )
-    _parsed(dsn)
+    _parsed(dsn, os.environ.get("PGOPTIONS", ""))
 
 
 def connect_params(dsn: str, settings: ConnectionSettings) -> dict[str, str]:
     """The user's DSN completed with ours: keyword parameters for `psycopg.AsyncConnection.connect`."""
-    given = _parsed(dsn)
+    given = dict(_parsed(dsn, os.environ.get("PGOPTIONS", "")))
     keepalive_s = min(settings.lease_s, KEEPALIVE_S_MAX)
     ours = {
         "application_name": os.environ.get("PGAPPNAME") or settings.application_name,
@@ -87,8 +88,8 @@ def connect_params(dsn: str, settings: ConnectionSettings) -> dict[str, str]:
         ours["target_session_attrs"] = "primary"
     if not settings.allow_pooler:
         # Later options win, so the user's come last; those that would break a promise were refused before.
-        ours["options"] = f"{_options(settings)} {_user_options(given)}".strip()
-        given.pop("options", None)
+        user_options = given.pop("options", None) or os.environ.get("PGOPTIONS", "")
+        ours["options"] = f"{_options(settings)} {user_options}".strip()
     return {**ours, **given}
 
 
@@ -106,7 +107,8 @@ def scrub(text: str, params: Mapping[str, str]) -> str:
     return " ".join(text.split())
 
 
-def _parsed(dsn: str) -> dict[str, str]:
+@lru_cache(maxsize=32)  # parsed when the lock is made, and again at each connect
+def _parsed(dsn: str, environment_options: str) -> Mapping[str, str]:
     try:
         params = {key: str(value) for key, value in conninfo_to_dict(dsn.strip()).items() if value is not None}
     except psycopg.Error:
@@ -125,7 +127,7 @@ def _parsed(dsn: str) -> dict[str, str]:
         )
     if params.get("replication", "false") not in ("false", "off", "no", "0"):
         raise ConfigurationError("the DSN asks for a replication connection, which cannot hold a lock: remove it")
-    for name, value in _assignments(_user_options(params)):
+    for name, value in _assignments(params.get("options") or environment_options):
         if name in REQUIRED and value != REQUIRED[name]:
             raise ConfigurationError(
                 f"the DSN's options set {name}={value}, which breaks a promise of the lock: remove it there"
@@ -149,10 +151,6 @@ def _options(settings: ConnectionSettings) -> str:
         "tcp_user_timeout": str(int(keepalive_s * 1000 * 2 / 3)),
     }
     return " ".join(f"-c {name}={value.replace(' ', chr(92) + ' ')}" for name, value in values.items())
-
-
-def _user_options(params: Mapping[str, str]) -> str:
-    return params.get("options") or os.environ.get("PGOPTIONS", "")
 
 
 def _assignments(options: str) -> list[tuple[str, str]]:

@@ -325,6 +325,8 @@ class Lifecycle:
         await self.dispatcher.drained()
 
     def _probe_due_at(self) -> float:
+        if not self._running_session().identified:
+            return self._clock.now()
         return self._probe_sent_at + self._settings.health_interval_s
 
     def _leave_leader(self) -> None:
@@ -353,8 +355,11 @@ class Lifecycle:
         self, due_at: float, enough: Callable[[], bool], also: "asyncio.Future[Any] | None" = None
     ) -> ConnectionError | None:
         """Wait for a moment; returns the loss if the session ends first, raises `_Interrupted` if `enough` says so."""
+        left_s = due_at - self._clock.now()
+        if left_s <= 0:
+            return None  # what is due now has no time for a loss to be noticed: the next statement will tell
         session = self._session
-        timer = asyncio.ensure_future(self._clock.sleep(max(0.0, due_at - self._clock.now())))
+        timer = asyncio.ensure_future(self._clock.sleep(left_s))
         loss = asyncio.ensure_future(session.lost()) if session is not None else None
         others = [future for future in (loss, also) if future is not None]
         try:

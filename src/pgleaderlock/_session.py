@@ -17,7 +17,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,11 +34,12 @@ from pgleaderlock._conninfo import (
     resolve,
     scrub,
 )
+from pgleaderlock._refusals import connect_error, pooler_error, safe_cause, standby_error
 from pgleaderlock._sql import statement
 from pgleaderlock.errors import ConfigurationError, ConnectionError, LockError, UnsafeSessionError
 from pgleaderlock.keys import KeyPair
 
-__all__ = ["BorrowedSession", "DedicatedSession", "Session", "SessionIdentity"]
+__all__ = ["DedicatedSession", "Session", "SessionIdentity"]
 
 VERSION_MIN = 140000
 SEVER_TIMEOUT_S = 1.0
@@ -59,6 +60,12 @@ class Session(Protocol):
     """What a lock needs of a connection."""
 
     identity: SessionIdentity | None
+    """Which backend this is, once a probe has asked; a session that never tells stays None."""
+
+    @property
+    def identified(self) -> bool:
+        """False while a probe would still learn something: it is then due at once."""
+        ...
 
     async def take(self, keys: KeyPair) -> bool:
         """Try the lock once."""
@@ -125,13 +132,13 @@ class DedicatedSession:
                     **params,  # type: ignore[arg-type]  # every value is text, which is one of the accepted types
                 )
         except psycopg.Error as error:
-            raise _connect_error(error, params) from _cause(error, params)
+            raise connect_error(error, params) from safe_cause(error, params)
         except TimeoutError:
             raise ConnectionError(f"the server did not answer within {_patience_s(params):g} s") from None
         except ConfigurationError:
             raise
         except Exception as error:  # the user's own DSN callable, or a resolver that fails in its own way
-            raise ConnectionError(f"cannot connect: {scrub(str(error), params)}") from _cause(error, params)
+            raise ConnectionError(f"cannot connect: {scrub(str(error), params)}") from safe_cause(error, params)
         session = cls(connection, params, settings)
         try:
             await session._check()
@@ -150,7 +157,7 @@ class DedicatedSession:
                 "use PostgreSQL 14 or newer",
             )
         if pgconn.parameter_status(b"in_hot_standby") == b"on":
-            raise _standby_error()
+            raise standby_error()
         if self._settings.allow_pooler:
             await self._set_up_behind_pooler()
 
@@ -190,20 +197,23 @@ class DedicatedSession:
 
     # --- The statements
 
+    @property
+    def identified(self) -> bool:
+        return self.identity is not None
+
     async def take(self, keys: KeyPair) -> bool:
         row = await self._run(
-            "take",
+            "take_pooled" if self._settings.allow_pooler else "take",
             **_key_params(keys),
             **self._timeouts_ms(),
             backend_pid=self._backend_pid,
-            pooled=self._settings.allow_pooler,
         )
         self._deadlock_timeout_s = _seconds(row["deadlock_timeout"])
-        self.identity = SessionIdentity(row["backend_pid"], row["backend_start"])
-        if row["granted"] is None:
+        if row["lease"] is None:
+            refusal = self._refusal(await self._run("diagnose"))
             await self.close()
-            raise self._refusal(row)
-        return bool(row["granted"])
+            raise refusal
+        return bool(row["lease"])
 
     async def wait(self, keys: KeyPair, wait_s: float) -> bool:
         # Half of deadlock_timeout: the server runs its deadlock check and logs a waiter only after that time, and a
@@ -218,6 +228,10 @@ class DedicatedSession:
         return bool(row["granted"])
 
     async def probe(self, keys: KeyPair) -> None:
+        if self.identity is None:
+            row = await self._run("identify")
+            self.identity = SessionIdentity(row["backend_pid"], row["backend_start"])
+            return
         if not self._settings.allow_pooler:
             await self._run("probe")
             return
@@ -262,7 +276,7 @@ class DedicatedSession:
             raise
         except Exception as error:
             await self.close()
-            raise self._lose(self._statement_error(name, error)) from _cause(error, self._params)
+            raise self._lose(self._statement_error(name, error)) from safe_cause(error, self._params)
         except BaseException:
             # Cancelled in mid-statement. psycopg would ask the server to cancel and wait for it; the answer is
             # unknown whatever it says, so the connection goes instead.
@@ -350,90 +364,15 @@ class DedicatedSession:
 
     def _refusal(self, row: Mapping[str, Any]) -> UnsafeSessionError:
         if row["in_recovery"]:
-            return _standby_error()
-        if row["already_held"] or row["backend_pid"] != self._backend_pid:
-            return _pooler_error("the server session behind this connection is not ours alone")
+            return standby_error()
         wrong = ", ".join(f"{name}={row[name]}" for name in REQUIRED if row[name] != REQUIRED[name])
+        if row["backend_pid"] != self._backend_pid or not wrong:
+            return pooler_error("the server session behind this connection is not ours alone")
         return UnsafeSessionError(
             "settings",
             f"the session does not have the settings it was opened with ({wrong}): something between us and "
             "PostgreSQL drops them, or they were changed afterwards; connect to PostgreSQL itself",
         )
-
-
-class BorrowedSession:
-    """A connection from the caller's `connect_fn`: three statements, and nothing else is known about it.
-
-    No lease, no watch, no pooler check, no eviction: the caller owns its set-up, autocommit included. Used are only
-    `await execute(sql, params)`, the cursor's `await fetchone()`, `await close()` and `closed`.
-    """
-
-    identity: SessionIdentity | None = None
-
-    def __init__(self, connection: Any, timeout_s: float) -> None:
-        self._connection = connection
-        self._timeout_s = timeout_s
-
-    @classmethod
-    async def open(cls, connect_fn: Callable[[], Awaitable[Any]], timeout_s: float) -> "BorrowedSession":
-        opening = asyncio.ensure_future(_awaited(connect_fn))
-        try:
-            done, _ = await asyncio.wait([opening], timeout=CONNECT_TIMEOUT_S)
-        except BaseException:
-            _forsake(opening)
-            raise
-        if not done:
-            _forsake(opening)
-            raise ConnectionError(f"connect_fn did not return within {CONNECT_TIMEOUT_S} s")
-        try:
-            connection = opening.result()
-        except Exception as error:
-            raise ConnectionError(f"connect_fn failed: {error}") from error
-        if getattr(connection, "closed", None) is not False:
-            raise ConnectionError("connect_fn returned a closed connection: it must return an open one, in autocommit")
-        return cls(connection, timeout_s)
-
-    async def take(self, keys: KeyPair) -> bool:
-        return bool(await self._run("borrowed_take", keys))
-
-    async def wait(self, keys: KeyPair, wait_s: float) -> bool:
-        raise ConfigurationError("a connection from connect_fn cannot wait at the server")
-
-    async def probe(self, keys: KeyPair) -> None:
-        await self._run("borrowed_probe", None)
-
-    async def unlock(self, keys: KeyPair) -> None:
-        if not await self._run("borrowed_unlock", keys):
-            raise LockError(f"the server says that lock {keys[0]}/{keys[1]} was not held by this session")
-
-    async def end_zombie(self, zombie: SessionIdentity) -> bool:
-        return False
-
-    async def lost(self) -> ConnectionError:
-        return await asyncio.get_running_loop().create_future()  # nothing watches the socket: only a probe can tell
-
-    async def close(self) -> None:
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(self._timeout_s):
-                await self._connection.close()
-
-    async def _run(self, name: str, params: KeyPair | None) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                cursor = await self._connection.execute(statement(name).decode(), params)
-                row = await cursor.fetchone()
-        except TimeoutError:
-            await self.close()
-            raise ConnectionError(f"the server did not answer within {self._timeout_s:g} s") from None
-        except Exception as error:
-            await self.close()
-            raise ConnectionError(f"the statement failed: {error}") from error
-        except BaseException:
-            await self.close()  # cancelled in mid-statement: the answer is unknown
-            raise
-        if not row:
-            raise ConnectionError("the connection returned no row: it does not behave like a psycopg connection")
-        return row[0] if not isinstance(row, Mapping) else next(iter(row.values()))
 
 
 # --- Helpers
@@ -468,36 +407,6 @@ def _patience_s(params: Mapping[str, str]) -> float:
     return each_s * hosts + 1.0
 
 
-def _connect_error(error: psycopg.Error, params: Mapping[str, str]) -> ConnectionError:
-    text = scrub(str(error), params)
-    if "unsupported startup parameter" in text:
-        return _pooler_error(text)
-    if "hot standby" in text:
-        return _standby_error()
-    return ConnectionError(f"cannot connect: {text}")
-
-
-def _cause(error: Exception, params: Mapping[str, str]) -> Exception | None:
-    """The original as the cause, unless its text would put a secret into a traceback."""
-    text = str(error)
-    return error if " ".join(text.split()) == scrub(text, params) else None
-
-
-def _pooler_error(detail: str) -> UnsafeSessionError:
-    return UnsafeSessionError(
-        "pooler",
-        f"there is a connection pooler between us and PostgreSQL ({detail}): connect to PostgreSQL itself, or, if the "
-        "pool is in session mode, pass allow_pooler=True",
-    )
-
-
-def _standby_error() -> UnsafeSessionError:
-    return UnsafeSessionError(
-        "standby",
-        "this server is a standby, where a lock excludes nobody: connect to the primary, or list all hosts in the DSN",
-    )
-
-
 def _sever(connection: psycopg.AsyncConnection[Any]) -> None:
     """End the stream in both directions without closing the descriptor, so that whoever waits on it wakes up."""
     with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
@@ -508,25 +417,6 @@ def _retrieve(future: "asyncio.Future[Any]") -> None:
     if not future.cancelled():
         future.exception()
 
-
-async def _awaited(connect_fn: Callable[[], Awaitable[Any]]) -> Any:
-    return await connect_fn()
-
-
-def _forsake(opening: "asyncio.Future[Any]") -> None:
-    """Cancel a connect_fn that is no longer wanted; what it opens all the same is closed when it comes."""
-
-    def close_late(future: "asyncio.Future[Any]") -> None:
-        if future.cancelled() or future.exception() is not None:
-            return
-        _late.add(task := asyncio.ensure_future(BorrowedSession(future.result(), SEVER_TIMEOUT_S).close()))
-        task.add_done_callback(_late.discard)
-
-    opening.add_done_callback(close_late)
-    opening.cancel()
-
-
-_late: set["asyncio.Future[None]"] = set()
 
 _descriptors_of: dict[DedicatedSession, tuple[int, int]] = {}
 

@@ -2,38 +2,52 @@
 -- Sync would leave the backend outside "idle", where idle_session_timeout, our lease, never fires.
 
 -- name: take
--- Looks at the session and tries the lock in one round trip. The lock is not touched unless the session is fit
--- for it: the CASE evaluates the try once or not at all, and a try-lock in a WHERE clause was seen to count twice.
--- The lease begins in the same statement as the lock, so no error can come between them. Behind a pooler that was
--- allowed, a backend that already holds the lock serves another client: advisory locks are re-entrant, so taking it
--- once more would succeed, and two clients would lead.
-WITH look AS MATERIALIZED (
-    SELECT pg_backend_pid() AS backend_pid,
-           pg_is_in_recovery() AS in_recovery,
-           current_setting('idle_session_timeout') AS idle_session_timeout,
-           current_setting('default_transaction_isolation') AS default_transaction_isolation,
-           current_setting('default_transaction_read_only') AS default_transaction_read_only,
-           CASE WHEN %(pooled)s THEN EXISTS (
-               SELECT FROM pg_locks
-               WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
-                 AND classid::bigint = %(classid)s AND objid::bigint = %(objid)s AND objsubid = 2
-           ) ELSE false END AS already_held
-), taken AS MATERIALIZED (
-    SELECT CASE WHEN backend_pid = %(backend_pid)s
-                 AND NOT in_recovery
-                 AND idle_session_timeout = '0'
-                 AND default_transaction_isolation = 'read committed'
-                 AND default_transaction_read_only = 'off'
-                 AND NOT already_held
-           THEN pg_try_advisory_lock(%(key1)s, %(key2)s) END AS granted
-    FROM look
-)
-SELECT granted,
-       CASE WHEN granted THEN set_config('idle_session_timeout', %(lease_ms)s::text, false) END AS lease,
-       look.*,
-       current_setting('deadlock_timeout') AS deadlock_timeout,
+-- Looks at the session and tries the lock in one round trip. The lock is not touched unless the session is fit for it:
+-- the CASE evaluates the try once or not at all (in a WHERE clause a try-lock was seen to count twice). The lease begins
+-- in the same statement as the lock, so no error can come between them. NULL: not fit; empty: somebody else holds it.
+-- Nothing here that a fresh backend is slow at, such as a view: this is the way from start to leader.
+SELECT CASE WHEN pg_backend_pid() = %(backend_pid)s
+             AND NOT pg_is_in_recovery()
+             AND current_setting('idle_session_timeout') = '0'
+             AND current_setting('default_transaction_isolation') = 'read committed'
+             AND current_setting('default_transaction_read_only') = 'off'
+       THEN CASE WHEN pg_try_advisory_lock(%(key1)s, %(key2)s)
+            THEN set_config('idle_session_timeout', %(lease_ms)s::text, false)
+            ELSE '' END
+       END AS lease,
+       current_setting('deadlock_timeout') AS deadlock_timeout
+
+-- name: take_pooled
+-- The same behind a pooler that was allowed. There a backend that already holds the lock serves another client, too:
+-- advisory locks are re-entrant, so taking it once more would succeed, and two clients would lead.
+SELECT CASE WHEN pg_backend_pid() = %(backend_pid)s
+             AND NOT pg_is_in_recovery()
+             AND current_setting('idle_session_timeout') = '0'
+             AND current_setting('default_transaction_isolation') = 'read committed'
+             AND current_setting('default_transaction_read_only') = 'off'
+             AND NOT EXISTS (
+                 SELECT FROM pg_locks
+                 WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
+                   AND classid::bigint = %(classid)s AND objid::bigint = %(objid)s AND objsubid = 2
+             )
+       THEN CASE WHEN pg_try_advisory_lock(%(key1)s, %(key2)s)
+            THEN set_config('idle_session_timeout', %(lease_ms)s::text, false)
+            ELSE '' END
+       END AS lease,
+       current_setting('deadlock_timeout') AS deadlock_timeout
+
+-- name: diagnose
+-- Why a session was not fit: asked only then, so that the way to leadership stays short.
+SELECT pg_backend_pid() AS backend_pid,
+       pg_is_in_recovery() AS in_recovery,
+       current_setting('idle_session_timeout') AS idle_session_timeout,
+       current_setting('default_transaction_isolation') AS default_transaction_isolation,
+       current_setting('default_transaction_read_only') AS default_transaction_read_only
+
+-- name: identify
+-- The first probe of a term also asks which backend this is, so that exactly it can be ended should it become a zombie.
+SELECT pg_backend_pid() AS backend_pid,
        (SELECT extract(epoch FROM backend_start)::text FROM pg_stat_get_activity(pg_backend_pid())) AS backend_start
-FROM look, taken
 
 -- name: set_up_pooled
 -- What the startup packet does without a pooler. A pooler in session mode keeps these for as long as we are connected.

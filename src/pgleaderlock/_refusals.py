@@ -1,0 +1,44 @@
+"""What a failed connect or an unfit session is called, and what its text tells the user to do.
+
+Pure. Imports psycopg's error types, `_conninfo`'s scrubbing, `errors` and nothing else. No text made here may contain
+a secret of a DSN.
+"""
+
+from collections.abc import Mapping
+
+import psycopg
+
+from pgleaderlock._conninfo import scrub
+from pgleaderlock.errors import ConnectionError, UnsafeSessionError
+
+__all__ = ["connect_error", "pooler_error", "safe_cause", "standby_error"]
+
+
+def connect_error(error: psycopg.Error, params: Mapping[str, str]) -> ConnectionError:
+    text = scrub(str(error), params)
+    if "unsupported startup parameter" in text:
+        return pooler_error(text)
+    if "hot standby" in text:
+        return standby_error()
+    return ConnectionError(f"cannot connect: {text}")
+
+
+def safe_cause(error: Exception, params: Mapping[str, str]) -> Exception | None:
+    """The original as the cause, unless its text would put a secret into a traceback."""
+    text = str(error)
+    return error if " ".join(text.split()) == scrub(text, params) else None
+
+
+def pooler_error(detail: str) -> UnsafeSessionError:
+    return UnsafeSessionError(
+        "pooler",
+        f"there is a connection pooler between us and PostgreSQL ({detail}): connect to PostgreSQL itself, or, if the "
+        "pool is in session mode, pass allow_pooler=True",
+    )
+
+
+def standby_error() -> UnsafeSessionError:
+    return UnsafeSessionError(
+        "standby",
+        "this server is a standby, where a lock excludes nobody: connect to the primary, or list all hosts in the DSN",
+    )
