@@ -1,0 +1,28 @@
+"""The command line. `main` is the entry point of the `pgleaderlock` program.
+
+Importing this package imports nothing outside the standard library, so that a plain installation without the extra
+`cli` gets a sentence that helps and no traceback. Everything else happens in `_app`. A leaf: nothing imports it.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_NEEDED = ("click", "loguru", "rich")
+_EXIT_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the program with `argv` (default: the process's own) and exits with its code."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"error: the command line needs {', '.join(missing)}: pip install 'pgleaderlock[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(_EXIT_USAGE)
+    from pgleaderlock.cli._app import run  # noqa: PLC0415 - needs what has just been looked for.
+
+    sys.exit(run(argv))

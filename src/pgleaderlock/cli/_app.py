@@ -1,0 +1,156 @@
+"""The `pgleaderlock` program: its commands by name, and what becomes of an error.
+
+Commands are found in a table and imported only when called: `--help` answers without loading a database driver for
+each of them. A command's return value is its exit code (None is 0).
+
+Imports click, `errors` and `_output`; the commands' modules by name only. No exception may leave `run`: each becomes
+one line on standard error and an exit code, because 1 means "no" here and must never mean "crashed".
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import click
+
+from pgleaderlock.cli._output import EXIT_OK, EXIT_USAGE, exit_code_for_signal
+from pgleaderlock.errors import PgLeaderLockError
+
+__all__ = ["COMMANDS", "LazyCommand", "run"]
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """Where a command lives (`module:attribute`), and its line in the list of commands."""
+
+    target: str
+    help: str
+
+
+COMMANDS = {
+    "run": LazyCommand("pgleaderlock.cli.run:run", "Take part in an election and log what happens."),
+    "exec": LazyCommand("pgleaderlock.cli.exec_:exec_", "Run a command only while leading."),
+    "acquire": LazyCommand("pgleaderlock.cli.acquire:acquire", "Try once to take a lock."),
+    "status": LazyCommand("pgleaderlock.cli.status:status", "Show who holds a lock."),
+    "doctor": LazyCommand("pgleaderlock.cli.doctor:doctor", "Check a database for what would break the promise."),
+    "demo": LazyCommand("pgleaderlock.cli.demo:demo", "Watch three nodes elect a leader and survive its death."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = entry.target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command), f"{entry.target} is no click command"
+        return command
+
+    def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # click's own would import each command to ask for its help.
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+@dataclass
+class _Invocation:
+    """What the options before the command's name said."""
+
+    debug: bool = False
+
+
+def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if not value or ctx.resilient_parsing:
+        return
+    try:
+        version = importlib.metadata.version("pgleaderlock")
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown (not installed)"
+    click.echo(f"pgleaderlock {version}")
+    ctx.exit()
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--debug", is_flag=True, help="Show where an error came from.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show version."
+)
+@click.pass_obj
+def _group(invocation: _Invocation, debug: bool) -> None:
+    """Leader election on PostgreSQL.
+
+    Exit codes: 0 yes, 1 no, 2 usage or database, 75 not won, 76 lost, 126 and 127 as a shell, 128+n by signal n.
+    """
+    invocation.debug = debug
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    invocation = _Invocation()
+    try:
+        result = _group.main(
+            args=None if argv is None else list(argv),
+            prog_name="pgleaderlock",
+            standalone_mode=False,
+            obj=invocation,
+        )
+        sys.stdout.flush()
+    except BaseException as error:  # noqa: BLE001 - the last place that can turn an error into an exit code.
+        return _exit_code_of(error, debug=invocation.debug)
+    return result if isinstance(result, int) else EXIT_OK
+
+
+def _exit_code_of(error: BaseException, *, debug: bool) -> int:
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+        # Whoever read our output has seen enough (click has already turned it into a SystemExit in some places).
+        _discard_output()
+        return exit_code_for_signal(signal.SIGPIPE)
+    if isinstance(error, SystemExit):
+        return _code_of_system_exit(error)
+    if isinstance(error, click.ClickException):
+        # Always 2: click's own 1 would read as "no".
+        error.show()
+        return EXIT_USAGE
+    if isinstance(error, click.Abort | KeyboardInterrupt):
+        return exit_code_for_signal(signal.SIGINT)
+    # An OSError is the machine's answer, such as a full disk behind our output: no defect.
+    if isinstance(error, PgLeaderLockError | OSError):
+        if debug:
+            _print_traceback(error)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        code = getattr(error, "exit_code", EXIT_USAGE)
+        return code if isinstance(code, int) else EXIT_USAGE
+    _print_traceback(error)
+    print("error: this is a defect of pgleaderlock, please report it with the lines above", file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _code_of_system_exit(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or EXIT_OK
+    print("error:", error.code, file=sys.stderr)
+    return EXIT_USAGE
+
+
+def _print_traceback(error: BaseException) -> None:
+    traceback.print_exception(error, file=sys.stderr)
+
+
+def _discard_output() -> None:
+    # Python flushes once more when it exits, and would complain then.
+    with contextlib.suppress(OSError, ValueError):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
