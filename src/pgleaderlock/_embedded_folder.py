@@ -259,9 +259,10 @@ class Folder:
         return socket_folder
 
     def socket_folder(self) -> Path:
-        """Where the socket is: in the folder, or where the path would be too long for a socket, in one of its own."""
+        """Where the socket is: in the folder or, where its path will not do for a socket, in one of its own."""
         run = self.path / reaper.RUN
-        if len(os.fsencode(run / f".s.PGSQL.{SOCKET_PORT}")) <= SOCKET_PATH_BYTES_MAX:
+        # A comma in a DSN's host begins the next host.
+        if len(os.fsencode(run / f".s.PGSQL.{SOCKET_PORT}")) <= SOCKET_PATH_BYTES_MAX and "," not in str(run):
             with contextlib.suppress(FileExistsError):
                 run.mkdir()
                 self._give_to_account(run, 0o700)

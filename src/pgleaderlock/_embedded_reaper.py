@@ -121,7 +121,7 @@ def stop_postmaster(data: Path, mode: str = "fast", timeout_s: float = FAST_STOP
 
 
 def forget_socket_folder(folder: Path) -> None:
-    """Removes the socket folder that had to live elsewhere because the path of `folder` is too long for a socket."""
+    """Removes the socket folder that lives elsewhere because the path of `folder` will not do."""
     note = folder / SOCKET_FOLDER
     # rmdir removes nothing but an empty folder, so a note that lies can do no harm.
     with contextlib.suppress(OSError):

@@ -292,13 +292,15 @@ class EmbeddedPostgres:
                     f"Process {orphan} of a killed server in {self._folder.path} is still at work."
                     " End it and try again."
                 )
-        # PostgreSQL itself sees to a pid file whose process is gone. One whose number now belongs to a stranger, as
-        # after a crash of the machine, would keep it from starting.
-        pid_file = self._folder.data / "postmaster.pid"
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            pid = int(pid_file.read_text(encoding="utf-8").splitlines()[0])
-            os.kill(pid, 0)
-            if sys.platform == "linux":
+        # PostgreSQL itself sees to a pid file whose process is gone. One whose number now belongs to a stranger (as
+        # after a crash of the machine) or to a zombie would keep it from starting. We know better, where we can see
+        # all processes that work in the data directory: none.
+        if sys.platform != "linux":
+            return
+        socket_locks = self._folder.socket_folder().glob(".s.PGSQL.*.lock")
+        for pid_file in (self._folder.data / "postmaster.pid", *socket_locks):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                os.kill(int(pid_file.read_text(encoding="utf-8").splitlines()[0]), 0)
                 pid_file.unlink()
 
     def _launch(self) -> reaper.Postmaster:
@@ -326,9 +328,16 @@ class EmbeddedPostgres:
             log_begin = os.fstat(log).st_size
             options = shlex.join(["-c", f"config_file={self._folder.conf / 'postgresql.conf'}"])
             # pg_ctl puts the server into a session of its own: a Ctrl-C for us is none for it.
-            arguments = ["start", "-W", "-s", "-D", str(self._folder.data), "-o", options]
+            # It hands -D to a shell in double quotes, which a $ or a quote in the path would break: hence PGDATA.
             try:
-                self._programs.run("pg_ctl", arguments, timeout_s=TOOL_TIMEOUT_S, stdout=log, pass_fds=(inherited,))
+                self._programs.run(
+                    "pg_ctl",
+                    ["start", "-W", "-s", "-o", options],
+                    timeout_s=TOOL_TIMEOUT_S,
+                    stdout=log,
+                    pass_fds=(inherited,),
+                    extra_env={"PGDATA": str(self._folder.data)},
+                )
             finally:
                 os.close(inherited)
             return self._wait_until_ready(alive, log_begin)

@@ -45,6 +45,11 @@ class Tool:
     path: Path
     env: dict[str, str]
 
+    def copied_to(self, folder: Path) -> "Tool":
+        """The same tool in another place, for an account that cannot reach this one."""
+        shutil.copytree(ROOT, folder, symlinks=True)
+        return Tool(folder / self.path.relative_to(ROOT), _environment(folder))
+
 
 def debian_tool(package: str) -> Tool:
     """The tool of this Debian package, fetched if need be."""
@@ -78,8 +83,8 @@ def _provide(package: str) -> Tool:
     return tool
 
 
-def _environment() -> dict[str, str]:
-    folders = sorted({str(path.parent) for path in ROOT.glob("usr/lib/**/*.so*")} | {str(ROOT / "usr/lib")})
+def _environment(root: Path = ROOT) -> dict[str, str]:
+    folders = sorted({str(path.parent) for path in root.glob("usr/lib/**/*.so*")} | {str(root / "usr/lib")})
     return {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LD_LIBRARY_PATH": ":".join(folders), "LC_ALL": "C"}
 
 

@@ -34,6 +34,9 @@ def pooler(dsn: str, pool_mode: PoolMode, settings: Mapping[str, str] | None = N
     account = _account()
     folder = Path(tempfile.mkdtemp(prefix="pgl-pool-"))
     try:
+        if account is not None:
+            # The checkout may lie where only root can go, and this folder is the account's.
+            tool = tool.copied_to(folder / "tool")
         for _ in range(STARTS_MAX):
             port = _free_port()
             _configure(folder, dsn, pool_mode, port, settings or {})
