@@ -20,6 +20,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import click
 
@@ -29,16 +30,24 @@ from pgleaderlock.cli._output import (
     DURATION,
     EXIT_LOST,
     EXIT_NOT_WON,
-    DurationType,
     LockKey,
     exit_code_for_signal,
     lock_options,
     optional_dsn_option,
     resolve_dsn,
 )
+from pgleaderlock.cli._reach import Look, explained, hopeless
+from pgleaderlock.cli._timing import (
+    allow_pooler_option,
+    in_option_words,
+    lease_or_default_s,
+    make_lock,
+    timing_options,
+)
+from pgleaderlock.cli.status import describe, look_at
 from pgleaderlock.cli.supervise import FORWARDED_SIGNALS, Supervised
-from pgleaderlock.errors import LockError, PgLeaderLockError, ShutdownError
-from pgleaderlock.lock import LeaderLock
+from pgleaderlock.errors import LockError, PgLeaderLockError, ShutdownError, UnsafeSessionError
+from pgleaderlock.lock import LeaderLock, LockOptions
 from pgleaderlock.models import RetryContext
 from pgleaderlock.retry import ExponentialBackoff
 
@@ -49,10 +58,9 @@ GRACE_S = 3.0
 RETRY_BASE_S, RETRY_MAX_S = 0.2, 2.0
 # The command has ended: a server that does not answer must not hold up its exit code.
 SHUTDOWN_TIMEOUT_S = 5.0
+HOLDER_TIMEOUT_S = 2.0
 # These end the wait for the lock; the others mean something to the command alone.
 ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
-
-_POSITIVE = DurationType(zero_allowed=False)
 
 
 class NotWon(PgLeaderLockError):
@@ -68,23 +76,6 @@ class LeadershipLost(PgLeaderLockError):
 
 
 @dataclass(frozen=True)
-class Timing:
-    """How the lock is kept. The defaults are those of `LeaderLock`; they are needed here to compare them."""
-
-    health_interval_s: float
-    health_timeout_s: float | None
-    session_lease_s: float | None
-    standby_wait_s: float
-
-    @property
-    def margin_s(self) -> float:
-        """Between the latest moment at which we notice a loss and the earliest at which the server drops us."""
-        timeout_s = self.health_interval_s if self.health_timeout_s is None else self.health_timeout_s
-        lease_s = 3 * self.health_interval_s if self.session_lease_s is None else self.session_lease_s
-        return lease_s - (self.health_interval_s + timeout_s)
-
-
-@dataclass(frozen=True)
 class Job:
     """What is to be run, and under which conditions."""
 
@@ -92,30 +83,9 @@ class Job:
     command: Sequence[str]
     env: Mapping[str, str]
     wait_s: float
+    """How long to compete; 0 is one try."""
     grace_s: float
-    timing: Timing
-    allow_pooler: bool
     log_level: str | None
-
-
-class Attempts:
-    """The retry strategy while competing. It is told why each attempt failed, and remembers the last reason."""
-
-    def __init__(self, wait_s: float, warn: Callable[[str], None]) -> None:
-        self.last_error: Exception | None = None
-        self._wait_s = wait_s
-        self._warn = warn
-        self._warned: str | None = None
-        self._back_off = ExponentialBackoff(RETRY_BASE_S, RETRY_MAX_S)
-
-    def next_delay_s(self, ctx: RetryContext) -> float | None:
-        self.last_error = ctx.last_error
-        if self._wait_s == 0:
-            return None
-        if ctx.last_error is not None and (text := str(ctx.last_error)) != self._warned:
-            self._warned = text
-            self._warn(f"{text} (tried again for up to {self._wait_s:g} s)")
-        return self._back_off.next_delay_s(ctx)
 
 
 class _Ended(Exception):
@@ -132,31 +102,35 @@ class OneRun:
     lost: bool = False
     exit_code: int | None = None
     all_gone: bool = True
+    reason: Exception | None = None
     interrupted_by: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     _child: Supervised | None = None
     _early_signals: list[int] = field(default_factory=list)
 
-    async def work(self) -> None:
+    async def work(self, lock: LeaderLock) -> None:
         """For `lead`: cancelled the moment leadership ends. Always leaves by an exception, so that it runs once."""
         if self.called_off:
             raise _Ended
         self.began = True
         configure(self.job.log_level or "WARNING")
         try:
-            await self._run()
+            self._child = child = await Supervised.start(self.job.command, self.job.env)
+            await self._see_through(child, lock)
         except asyncio.CancelledError:
-            # Leadership has ended before the command had ended, or before it was known to have started.
+            # Leadership has ended before the command has, or before it was known to have started.
             self.lost = self.exit_code is None
+            self.reason = self.reason or lock.last_error
         raise _Ended
 
-    async def _run(self) -> None:
-        child = await Supervised.start(self.job.command, self.job.env)
-        self._child = child
+    async def _see_through(self, child: Supervised, lock: LeaderLock) -> None:
         for signum in self._early_signals:
             child.forward(signum)
         try:
             try:
                 self.exit_code = await child.wait()
+            except asyncio.CancelledError:
+                self.reason = lock.last_error  # Now: while the command ends, other things may go wrong.
+                raise
             finally:
                 # Also after it has ended by itself: what it left in the background would go on without the lock.
                 self.all_gone = await child.stop(self.job.grace_s)
@@ -172,61 +146,79 @@ class OneRun:
             self.interrupted_by.set_result(signum)
 
 
+class Attempts:
+    """The retry strategy while competing. It is told why each attempt failed, and remembers the last reason."""
+
+    def __init__(self, run: OneRun, warn: Callable[[str], None]) -> None:
+        self.last_error: Exception | None = None
+        self._run = run
+        self._warn = warn
+        self._warned: str | None = None
+        self._back_off = ExponentialBackoff(RETRY_BASE_S, RETRY_MAX_S)
+
+    def next_delay_s(self, ctx: RetryContext) -> float | None:
+        if self._run.began:
+            return RETRY_MAX_S  # The competition is over; what goes on is the end of the command.
+        self.last_error = error = ctx.last_error
+        wait_s = self._run.job.wait_s
+        if wait_s == 0 or (error is not None and hopeless(error)):
+            return None
+        if error is not None and str(error) != self._warned:
+            self._warned = str(error)
+            self._warn(f"{error} (trying again for up to {wait_s:g} s)")
+        return self._back_off.next_delay_s(ctx)
+
+
 @click.command(
     context_settings={"allow_interspersed_args": False},
+    short_help="Run a command only while leading.",
     epilog="Exit codes: the command's own (128+n if signal n ended it), 2 usage or database, 75 not won, 76 leadership "
     "lost, 126 and 127 as a shell.",
 )
-@lock_options
 @optional_dsn_option
-@click.option("--embedded", is_flag=True, help="Use the private PostgreSQL of this user on this machine.")
-@click.option("--wait", "wait_s", type=DURATION, default=0, show_default="one try", help="How long to compete.")
+@lock_options
+@click.option("--wait", "wait_s", type=DURATION, default=0.0, show_default="0: one try", help="How long to compete.")
 @click.option(
     "--grace",
     "grace_s",
     type=DURATION,
     default=GRACE_S,
     show_default=f"{GRACE_S:g}s",
-    help="After a loss: how long between SIGTERM and SIGKILL.",
+    help="How long a command that has to end has between SIGTERM and SIGKILL.",
 )
-@click.option(
-    "--health-interval", "health_interval_s", type=_POSITIVE, default=5, show_default="5s", help="Between two probes."
-)
-@click.option("--health-timeout", "health_timeout_s", type=_POSITIVE, help="For one probe.  [default: the interval]")
-@click.option(
-    "--session-lease",
-    "session_lease_s",
-    type=_POSITIVE,
-    help="After this long without a sign of life the server drops us.  [default: 3 x the interval]",
-)
+@timing_options
 @click.option(
     "--standby-wait",
-    "standby_wait_s",
     type=DURATION,
-    default=0,
-    show_default="off",
-    help="With --wait: wait at the server, this long at a time, and win within milliseconds.",
+    default=0.0,
+    show_default="0: try and back off",
+    help="With --wait: wait at the server for this long per try, and win within milliseconds.",
 )
-@click.option("--allow-pooler", is_flag=True, help="The database is behind a pooler in session mode.")
+@allow_pooler_option
+@click.option(
+    "--embedded", is_flag=True, help="Use a private PostgreSQL of this user on this machine, started if need be."
+)
 @click.option(
     "--log-level",
     type=click.Choice(LEVELS, case_sensitive=False),
-    help="What to log on standard error.  [default: errors; warnings while the command runs]",
+    show_default="ERROR, and WARNING while the command runs",
+    help="What to log on standard error.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def exec_(
     ctx: click.Context,
-    lock_key: LockKey,
+    *,
     dsn: str | None,
-    embedded: bool,
+    lock_key: LockKey,
     wait_s: float,
     grace_s: float,
-    health_interval_s: float,
-    health_timeout_s: float | None,
-    session_lease_s: float | None,
-    standby_wait_s: float,
+    health_interval: float,
+    health_timeout: float | None,
+    session_lease: float | None,
+    standby_wait: float,
     allow_pooler: bool,
+    embedded: bool,
     log_level: str | None,
     command: tuple[str, ...],
 ) -> int:
@@ -234,16 +226,22 @@ def exec_(
 
     It is started when the lock is won, and stopped with its whole process group when leadership is lost. Signals are
     passed on to it. It sees PGLEADERLOCK_NAME, PGLEADERLOCK_KEY1, PGLEADERLOCK_KEY2 and PGLEADERLOCK_NODE in its
-    environment.
+    environment. Durations are seconds, or 200ms, 5s, 1m.
     """
-    timing = Timing(health_interval_s, health_timeout_s, session_lease_s, standby_wait_s if wait_s else 0.0)
+    configure(log_level or "ERROR")
     env = {**os.environ, **_variables(lock_key)}
-    job = Job(lock_key, command, env, wait_s, grace_s, timing, allow_pooler, log_level)
     # A command that cannot run must not take the lock from one that can.
     find_executable(command[0], env)
-    configure(log_level or "ERROR")
+    timing = LockOptions(
+        health_interval_s=health_interval,
+        health_timeout_s=health_timeout,
+        session_lease_s=session_lease,
+        standby_wait_s=standby_wait if wait_s else 0.0,
+        allow_pooler=allow_pooler,
+    )
+    job = Job(lock_key, command, env, wait_s, grace_s, log_level)
     with _database(ctx, dsn, embedded) as resolved:
-        return asyncio.run(_compete_and_run(resolved, job))
+        return asyncio.run(_compete_and_run(resolved, job, timing))
 
 
 def _variables(lock_key: LockKey) -> dict[str, str]:
@@ -268,16 +266,20 @@ def _database(ctx: click.Context, dsn: str | None, embedded: bool) -> Iterator[s
         yield server.dsn
 
 
-async def _compete_and_run(dsn: str, job: Job) -> int:
+async def _compete_and_run(dsn: str, job: Job, timing: LockOptions) -> int:
     run = OneRun(job)
-    attempts = Attempts(job.wait_s, _warn)
-    lock = _make_lock(dsn, job, attempts)
-    _warn_of_overlap(job)
+    attempts = Attempts(run, _warn)
+    # No reconnect grace: the lock is not held while reconnecting, so the command would have to be stopped anyway.
+    options = timing.copy()
+    options["retry_strategy"] = attempts
+    lock = make_lock(dsn, job.lock_key, **options)
+    _warn_of_overlap(job, timing)
     _catch_signals(run)
     await lock.start()
-    leading = asyncio.ensure_future(lock.lead(run.work))
+    leading = asyncio.ensure_future(lock.lead(lambda: run.work(lock)))
+    enough: list[asyncio.Future[Any]] = [leading, run.interrupted_by]
     try:
-        await asyncio.wait([leading, run.interrupted_by], timeout=job.wait_s or None, return_when="FIRST_COMPLETED")
+        await asyncio.wait(enough, timeout=job.wait_s or None, return_when=asyncio.FIRST_COMPLETED)
         if run.began:
             await asyncio.wait([leading])
         run.called_off = True
@@ -288,28 +290,12 @@ async def _compete_and_run(dsn: str, job: Job) -> int:
     with contextlib.suppress(_Ended, LockError):
         await leading
     if run.began:
-        return _outcome(run, lock)
+        return _outcome(run)
     if run.interrupted_by.done():
         return exit_code_for_signal(run.interrupted_by.result())
     if attempts.last_error is not None:
-        raise LockError(str(attempts.last_error)) from attempts.last_error
+        raise _for_people(attempts.last_error)
     raise NotWon(await _not_won(dsn, job))
-
-
-def _make_lock(dsn: str, job: Job, attempts: Attempts) -> LeaderLock:
-    key, timing = job.lock_key, job.timing
-    # No reconnect grace: the lock is not held while reconnecting, so the command would have to be stopped anyway.
-    return LeaderLock(
-        dsn,
-        key.key1,
-        key.key2,
-        retry_strategy=attempts,
-        health_interval_s=timing.health_interval_s,
-        health_timeout_s=timing.health_timeout_s,
-        session_lease_s=timing.session_lease_s,
-        standby_wait_s=timing.standby_wait_s,
-        allow_pooler=job.allow_pooler,
-    )
 
 
 def _catch_signals(run: OneRun) -> None:
@@ -320,29 +306,45 @@ def _catch_signals(run: OneRun) -> None:
             loop.add_signal_handler(signum, run.on_signal, signum)
 
 
-def _outcome(run: OneRun, lock: LeaderLock) -> int:
+def _outcome(run: OneRun) -> int:
     name = run.job.lock_key
     if not run.all_gone:
         _warn("a process of the command has survived SIGKILL and may still act")
     if run.lost:
-        reason = lock.last_error or "the lock is held by another"
-        raise LeadershipLost(f"lost leadership of {name}, so the command was stopped: {reason}")
+        raise LeadershipLost(f"lost leadership of {name}, so the command was stopped: {run.reason}")
     assert run.exit_code is not None
     return run.exit_code
 
 
 async def _not_won(dsn: str, job: Job) -> str:
     waited = f" (waited {job.wait_s:g} s)" if job.wait_s else ""
-    return f"not won: somebody else leads {job.lock_key}{waited}"
+    return f"not won: {job.lock_key} is held by {await _holder(dsn, job.lock_key)}{waited}"
 
 
-def _warn_of_overlap(job: Job) -> None:
-    margin_s = job.timing.margin_s
+async def _holder(dsn: str, key: LockKey) -> str:
+    """Who leads, if that is quickly said. It may have changed since we asked for the lock."""
+    with contextlib.suppress(PgLeaderLockError, TimeoutError):
+        async with asyncio.timeout(HOLDER_TIMEOUT_S), await Look.open(dsn, "pgleaderlock exec") as look:
+            holders = (await look_at(look, key)).holders
+        return " and ".join(describe(holder) for holder in holders) or "nobody any more; a moment ago it was"
+    return "somebody else"
+
+
+def _for_people(error: Exception) -> PgLeaderLockError:
+    if isinstance(error, UnsafeSessionError):
+        return UnsafeSessionError(error.reason, in_option_words(str(error)))
+    return explained(error) if isinstance(error, PgLeaderLockError) else LockError(str(error))
+
+
+def _warn_of_overlap(job: Job, timing: LockOptions) -> None:
+    interval_s = timing["health_interval_s"]
+    noticed_s = interval_s + (timing["health_timeout_s"] or interval_s)
+    margin_s = lease_or_default_s(timing["session_lease_s"], interval_s) - noticed_s
     if job.grace_s > margin_s:
         _warn(
-            f"--grace {job.grace_s:g}s is longer than the {margin_s:g}s between noticing a cut connection and the end "
-            "of the session lease: a successor may start while this command is still ending. Lower --grace, or raise "
-            f"--session-lease by {job.grace_s - margin_s:g}s or more"
+            f"--grace {job.grace_s:g}s is longer than --session-lease less --health-interval and --health-timeout, "
+            f"{margin_s:g}s: after a cut connection a successor may start while this command is still ending; lower "
+            "--grace or raise --session-lease"
         )
 
 
