@@ -128,6 +128,7 @@ class LockKey:
     key1: int
     key2: int
     name: str | None = None
+    namespace: str = DEFAULT_NAMESPACE
 
     def __str__(self) -> str:
         return self.name if self.name is not None else f"{self.key1}/{self.key2}"
@@ -178,7 +179,8 @@ def _lock_key(name: str | None, namespace: str | None, key1: int | None, key2: i
     if name is not None:
         if key1 is not None or key2 is not None:
             raise click.UsageError("--name and --key1/--key2 exclude each other: give one or the other")
-        return LockKey(*key_pair(name, DEFAULT_NAMESPACE if namespace is None else namespace), name)
+        namespace = DEFAULT_NAMESPACE if namespace is None else namespace
+        return LockKey(*key_pair(name, namespace), name, namespace)
     if namespace is not None:
         raise click.UsageError("--namespace belongs to --name: keys are taken as they are")
     if key1 is None and key2 is None:

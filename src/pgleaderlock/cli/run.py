@@ -1,0 +1,211 @@
+"""`pgleaderlock run`: take part in an election and log what happens, until a signal.
+
+For trying things out and for watching a database's behaviour; who wants to run a program while leading takes `exec`.
+
+Imports click, `lock` (through `_timing`), `embedded`, and its neighbours. It must never fall back to a private database
+by itself: five hosts would get five leaders.
+"""
+
+import asyncio
+import contextlib
+import os
+
+import click
+
+from pgleaderlock._logging import StructuredLogger, get_logger
+from pgleaderlock.cli._logging import LEVELS, configure
+from pgleaderlock.cli._output import (
+    DURATION,
+    EXIT_LOST,
+    EXIT_OK,
+    LockKey,
+    lock_options,
+    optional_dsn_option,
+    resolve_dsn,
+)
+from pgleaderlock.cli._reach import explained, hopeless
+from pgleaderlock.cli._signals import Stopper
+from pgleaderlock.cli._timing import POSITIVE, allow_pooler_option, in_option_words, make_lock, timing_options
+from pgleaderlock.embedded import EmbeddedPostgres
+from pgleaderlock.errors import ConfigurationError, PgLeaderLockError, UnsafeSessionError
+from pgleaderlock.lock import LeaderLock
+from pgleaderlock.retry import ExponentialBackoff
+
+__all__ = ["run"]
+
+
+@click.command(short_help="Take part in an election and log what happens.")
+@optional_dsn_option
+@lock_options
+@timing_options
+@click.option("--retry-base", type=DURATION, default=1.0, help="The first delay between two tries.  [default: 1s]")
+@click.option("--retry-max", type=DURATION, default=30.0, help="The longest delay; each doubles.  [default: 30s]")
+@click.option(
+    "--reconnect-grace",
+    type=POSITIVE,
+    help="After a cut, try for this long to win back quietly before it counts as lost.  [default: off]",
+)
+@click.option("--no-auto-reacquire", is_flag=True, help="End (exit code 76) after a loss instead of competing again.")
+@click.option(
+    "--standby-wait",
+    type=DURATION,
+    default=0.0,
+    help="Wait at the server for this long per try: takeover within milliseconds.  [default: 0, try and back off]",
+)
+@allow_pooler_option
+@click.option(
+    "--embedded",
+    is_flag=True,
+    help="Use a private PostgreSQL of this user on this machine, started if need be. For first steps, not for hosts.",
+)
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--log-level", type=click.Choice(LEVELS, case_sensitive=False), default="INFO", show_default=True)
+@click.pass_context
+def run(
+    ctx: click.Context,
+    *,
+    dsn: str | None,
+    lock_key: LockKey,
+    health_interval: float,
+    health_timeout: float | None,
+    session_lease: float | None,
+    retry_base: float,
+    retry_max: float,
+    reconnect_grace: float | None,
+    no_auto_reacquire: bool,
+    standby_wait: float,
+    allow_pooler: bool,
+    embedded: bool,
+    log_format: str,
+    log_level: str,
+) -> int:
+    """Take part in an election and log every change of state, until SIGINT or SIGTERM.
+
+    The first signal ends cleanly (exit code 0), a second one at once. Durations are seconds, or 200ms, 5s, 1m.
+
+    The server being away is logged and retried. What only a person can change (a wrong password, no such database, a
+    pooler in between) ends the command with exit code 2 if it happens before the first try.
+    """
+    configure(log_level, json=log_format == "json")
+    with Stopper() as stopper, contextlib.ExitStack() as at_end:
+        server = _embedded_server(ctx) if embedded else None
+        # Everything is checked before a server is started for it.
+        lock = make_lock(
+            (lambda: server.dsn) if server is not None else _resolved(dsn),
+            lock_key,
+            retry_strategy=_strategy(retry_base, retry_max),
+            health_interval_s=health_interval,
+            health_timeout_s=health_timeout,
+            session_lease_s=session_lease,
+            reconnect_grace_s=reconnect_grace,
+            standby_wait_s=standby_wait,
+            auto_reacquire=not no_auto_reacquire,
+            allow_pooler=allow_pooler,
+        )
+        log = get_logger("pgleaderlock.run").bind(lock=lock_key)
+        if server is not None:
+            at_end.enter_context(server)
+            log.info("embedded_server", folder=server.data_dir, version=server.version)
+        log.info("run_started", key1=lock_key.key1, key2=lock_key.key2, pid=os.getpid())
+        code = asyncio.run(_Election(lock, stopper, log).run())
+    log.info("run_ended", exit_code=code)
+    return code
+
+
+class _Election:
+    """One lock from start to end, and what its end means for the exit code."""
+
+    def __init__(self, lock: LeaderLock, stopper: Stopper, log: StructuredLogger) -> None:
+        self._lock = lock
+        self._stopper = stopper
+        self._log = log
+        self._heard = asyncio.Event()
+        """The lock has stopped, or cannot ever succeed."""
+        self._hopeless: Exception | None = None
+        self._tried = False
+        self._led = False
+
+    async def run(self) -> int:
+        self._listen()
+        await self._lock.start()
+        ends = [asyncio.ensure_future(self._stopper.asked()), asyncio.ensure_future(self._heard.wait())]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._stopper.signum is not None:
+                self._log.info("stopping", signal=self._stopper.signum)
+            await self._lock.shutdown()
+        finally:
+            for end in ends:
+                end.cancel()
+        return self._exit_code()
+
+    def _exit_code(self) -> int:
+        if self._hopeless is not None:
+            raise self._hopeless
+        if self._stopper.signum is not None:
+            return EXIT_OK
+        if self._led:
+            return EXIT_LOST
+        # Without auto_reacquire, an error in mid-try ends it before it has ever led.
+        raise self._lock.last_error or ConfigurationError("the lock has stopped without a reason")
+
+    def _listen(self) -> None:
+        """Log each callback by its name. (The library itself logs the changes of state.)"""
+        lock = self._lock
+
+        @lock.on_acquired
+        def on_acquired() -> None:
+            self._tried = self._led = True
+            self._log.info("on_acquired")
+
+        @lock.on_acquire_failed
+        def on_acquire_failed() -> None:
+            self._tried = True
+            self._log.info("on_acquire_failed")
+
+        @lock.on_lost
+        def on_lost() -> None:
+            self._log.warning("on_lost")
+
+        @lock.on_released
+        def on_released() -> None:
+            self._log.info("on_released")
+
+        @lock.on_stopped
+        def on_stopped() -> None:
+            self._log.info("on_stopped")
+            self._heard.set()
+
+        lock.on_error(self._on_error)
+
+    def _on_error(self, error: Exception) -> None:
+        self._log.warning("on_error", error=error)
+        if not self._tried and isinstance(error, PgLeaderLockError) and hopeless(error):
+            self._hopeless = _for_people(error)
+            self._heard.set()
+
+
+def _for_people(error: PgLeaderLockError) -> PgLeaderLockError:
+    if isinstance(error, UnsafeSessionError):
+        return UnsafeSessionError(error.reason, in_option_words(str(error)))
+    return explained(error)
+
+
+def _strategy(base_s: float, max_s: float) -> ExponentialBackoff:
+    try:
+        return ExponentialBackoff(base_s=base_s, max_s=max_s)
+    except ConfigurationError as error:
+        raise ConfigurationError(in_option_words(str(error))) from error
+
+
+def _resolved(dsn: str | None) -> str:
+    try:
+        return resolve_dsn(dsn)
+    except click.UsageError as error:
+        raise click.UsageError(f"{error.message}; to try it on this machine alone: --embedded") from error
+
+
+def _embedded_server(ctx: click.Context) -> EmbeddedPostgres:
+    if ctx.get_parameter_source("dsn") is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError("--embedded and --dsn exclude each other: give one or the other")
+    return EmbeddedPostgres()
