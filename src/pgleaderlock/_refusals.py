@@ -11,7 +11,7 @@ import psycopg
 from pgleaderlock._conninfo import scrub
 from pgleaderlock.errors import ConnectionError, UnsafeSessionError
 
-__all__ = ["connect_error", "pooler_error", "safe_cause", "standby_error"]
+__all__ = ["connect_error", "lock_table_full", "pooler_error", "safe_cause", "standby_error"]
 
 
 def connect_error(error: psycopg.Error, params: Mapping[str, str]) -> ConnectionError:
@@ -20,7 +20,13 @@ def connect_error(error: psycopg.Error, params: Mapping[str, str]) -> Connection
         return pooler_error(text)
     if "hot standby" in text:
         return standby_error()
+    if "out of shared memory" in text:
+        return ConnectionError(f"cannot connect: {lock_table_full(text)}")
     return ConnectionError(f"cannot connect: {text}")
+
+
+def lock_table_full(detail: str) -> str:
+    return f"the server's lock table is full ({detail}): raise max_locks_per_transaction, or hold fewer locks"
 
 
 def safe_cause(error: Exception, params: Mapping[str, str]) -> Exception | None:

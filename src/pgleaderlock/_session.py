@@ -34,7 +34,7 @@ from pgleaderlock._conninfo import (
     resolve,
     scrub,
 )
-from pgleaderlock._refusals import connect_error, pooler_error, safe_cause, standby_error
+from pgleaderlock._refusals import connect_error, lock_table_full, pooler_error, safe_cause, standby_error
 from pgleaderlock._sql import statement
 from pgleaderlock.errors import ConfigurationError, ConnectionError, LockError, UnsafeSessionError
 from pgleaderlock.keys import KeyPair
@@ -357,9 +357,7 @@ class DedicatedSession:
     def _statement_error(self, name: str, error: Exception) -> ConnectionError | LockError:
         text = scrub(self._last_fatal or str(error), self._params)
         if getattr(error, "sqlstate", None) == SQLSTATE_OUT_OF_MEMORY:
-            return LockError(
-                f"the server's lock table is full ({text}): raise max_locks_per_transaction, or hold fewer locks"
-            )
+            return LockError(lock_table_full(text))
         return ConnectionError(f"{name!r} failed: {text}")
 
     def _refusal(self, row: Mapping[str, Any]) -> UnsafeSessionError:

@@ -93,6 +93,11 @@ async def _main(dsn: str, name: str, options: dict[str, Any]) -> None:
                     _say("thawed", is_leader=lock.is_leader, state=lock.state.value, before=before)
                 case "step_down":
                     await lock.step_down()
+                case "fork":
+                    if (child := os.fork()) == 0:
+                        _say("child", pid=os.getpid(), is_leader=lock.is_leader)
+                        signal.pause()  # outlives its parent, until the test ends it
+                    del child
                 case "ask":
                     _say("answer", is_leader=lock.is_leader, state=lock.state.value)
 

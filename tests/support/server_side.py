@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
 
@@ -86,5 +87,4 @@ def frozen(server: EmbeddedPostgres) -> Iterator[None]:
 
 
 def _children(parent: int) -> list[int]:
-    with open(f"/proc/{parent}/task/{parent}/children") as children:
-        return [int(pid) for pid in children.read().split()]
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
