@@ -81,7 +81,7 @@ async def test_dropped_replies_still_let_the_statement_happen(proxy: Proxy, dsn:
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as other:
         seen = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND classid = 4711 AND granted"
         async with asyncio.timeout(5):
-            while (await (await other.execute(seen)).fetchone()) != (1,):  # noqa: ASYNC110 - the server gives no signal
+            while (await (await other.execute(seen)).fetchone()) != (1,):
                 await asyncio.sleep(0.01)
     assert not statement.done()
     proxy.reset()
