@@ -89,9 +89,14 @@ class Dispatcher:
         """End the task; what has not run yet never will. Call `drained` first to hear everything out."""
         if self._task is None:
             return
-        self._task.cancel()
+        self.cancel()
         await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)  # a callback may refuse to be cancelled
         self._task = None
+
+    def cancel(self) -> None:
+        """The part of `close` that needs no waiting."""
+        if self._task is not None:
+            self._task.cancel()
         for entry in self._queue:
             if isinstance(entry, asyncio.Future) and not entry.done():
                 entry.cancel()

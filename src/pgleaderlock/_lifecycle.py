@@ -152,6 +152,13 @@ class Lifecycle:
             await self._close_session()
             await self.dispatcher.close()
 
+    def finish(self) -> None:
+        """Called when the task has ended: one that was cancelled before its first turn has run nothing at all."""
+        if self.driver.state is not LockState.STOPPED:
+            self.driver.request_stop()
+            self.driver.feed(Input.STOP_REQUESTED)
+            self.dispatcher.cancel()
+
     async def _next_input(self) -> Outcome:
         try:
             return await self._activities[self.driver.state]()

@@ -153,6 +153,7 @@ class LeaderLock:
         )
         run.begin()
         self._task = asyncio.create_task(run.run(), name="pgleaderlock lifecycle")
+        self._task.add_done_callback(lambda _: run.finish())
         if self._shutdown_event is not None:
             self._relay = asyncio.create_task(_relay(self._shutdown_event, run), name="pgleaderlock shutdown_event")
             self._task.add_done_callback(self._end_relay)

@@ -1,0 +1,88 @@
+"""Nothing is left behind, wherever a start, a wait or a shutdown is cancelled."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import uuid
+
+import pytest
+
+from pgleaderlock import FixedInterval, LeaderLock, LockState, ShutdownError
+from support.counts import count
+
+SEED = 4711
+
+
+def open_descriptors() -> set[str]:
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    return found
+
+
+async def one_cycle(dsn: str, name: str, rng: random.Random) -> str:
+    """Start a lock, do something with it, and break it off at a random moment in a random way."""
+    lock = LeaderLock.for_name(
+        dsn,
+        name,
+        retry_strategy=FixedInterval(0.005),
+        reconnect_grace_s=rng.choice([None, 1.0]),
+        standby_wait_s=rng.choice([0.0, 0.0, 5.0]),
+    )
+
+    async def use() -> None:
+        async with lock:
+            async with asyncio.timeout(5):
+                await lock.wait_for_leadership()
+                if rng.random() < 0.3:
+                    await lock.step_down()
+                await lock.lead(lambda: asyncio.sleep(rng.uniform(0, 0.005)))
+
+    task = asyncio.ensure_future(use())
+    await asyncio.sleep(rng.choice([0.0, rng.uniform(0, 0.004), rng.uniform(0, 0.03)]))
+    way = rng.choice(["cancel", "cancel twice", "shutdown", "forced", "lifecycle", "let be"])
+    match way:
+        case "cancel":
+            task.cancel()
+        case "cancel twice":
+            task.cancel()
+            await asyncio.sleep(rng.uniform(0, 0.002))
+            task.cancel()
+        case "shutdown":
+            await lock.shutdown()
+        case "forced":
+            with contextlib.suppress(ShutdownError):
+                await lock.shutdown(rng.uniform(0, 0.002))
+        case "lifecycle" if lock._task is not None:
+            lock._task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()  # that lead was broken off is no surprise here
+    if lock._task is not None:
+        await asyncio.wait([lock._task])
+    assert lock.state is LockState.STOPPED
+    return way
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rivals", [1, 3])
+async def test_start_stop_cycles_broken_off_at_random_points_leave_nothing(dsn: str, rivals: int) -> None:
+    """`dsn` fails the test if a session or an advisory lock is left in the server."""
+    rng = random.Random(SEED + rivals)
+    name = f"leaks-{uuid.uuid4()}"
+    await one_cycle(dsn, name, rng)  # whatever is loaded once, is loaded now
+    gc.collect()
+    before, tasks_before = open_descriptors(), asyncio.all_tasks()
+    ways = set()
+    for _ in range(count(60, 1000) // rivals):
+        ways |= set(await asyncio.gather(*(one_cycle(dsn, name, rng) for _ in range(rivals))))
+    assert len(ways) == 6, "not every way of breaking off was tried"
+    gc.collect()
+    # The dispatcher of a lock ends within a turn or two of the loop.
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() == tasks_before
+    assert open_descriptors() - before == set()
