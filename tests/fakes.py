@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Unpack
 
 import psycopg
@@ -25,6 +26,7 @@ __all__ = [
     "FakeDatabase",
     "Gate",
     "Recorder",
+    "captured_log",
     "fake_lock",
     "leading",
     "limit",
@@ -51,15 +53,36 @@ def limit() -> asyncio.Timeout:
 async def until(condition: Callable[[], bool]) -> None:
     """Give the loop turns until something that has no signal of its own is so."""
     async with limit():
-        while not condition():  # noqa: ASYNC110  # what is looked at has no event to wait for
+        while not condition():  # what is looked at has no event to wait for
             await asyncio.sleep(0)
 
 
 async def until_answer(ask: Callable[[], Awaitable[object]]) -> None:
     """Ask a server until it says yes: it notices the end of a session a moment later, unannounced."""
     async with limit():
-        while not await ask():  # noqa: ASYNC110  # a server sends no event for this
+        while not await ask():  # a server sends no event for this
             await asyncio.sleep(0)
+
+
+@contextlib.contextmanager
+def captured_log() -> Iterator[list[logging.LogRecord]]:
+    """Every record of the library, down to DEBUG."""
+    records: list[logging.LogRecord] = []
+
+    class Notebook(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler = Notebook()
+    logger = logging.getLogger("pgleaderlock")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 class Gate:
