@@ -99,6 +99,7 @@ def _group(invocation: _Invocation, debug: bool) -> None:
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     invocation = _Invocation()
+    stdout, stderr = sys.stdout, sys.stderr
     try:
         result = _group.main(
             args=None if argv is None else list(argv),
@@ -107,14 +108,18 @@ def run(argv: Sequence[str] | None = None) -> int:
             obj=invocation,
         )
         sys.stdout.flush()
-    except BaseException as error:  # noqa: BLE001 - the last place that can turn an error into an exit code.
+    except BaseException as error:  # The last place that can turn an error into an exit code.
+        if sys.stdout is not stdout:
+            # click's only trace of a broken pipe: it wraps the streams and exits with 1, which means "no" here.
+            sys.stdout, sys.stderr = stdout, stderr
+            return _exit_code_of(BrokenPipeError(), debug=invocation.debug)
         return _exit_code_of(error, debug=invocation.debug)
     return result if isinstance(result, int) else EXIT_OK
 
 
 def _exit_code_of(error: BaseException, *, debug: bool) -> int:
-    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
-        # Whoever read our output has seen enough (click has already turned it into a SystemExit in some places).
+    if isinstance(error, BrokenPipeError):
+        # Whoever read our output has seen enough.
         _discard_output()
         return exit_code_for_signal(signal.SIGPIPE)
     if isinstance(error, SystemExit):

@@ -23,13 +23,13 @@ class CommandError(PgLeaderLockError):
     exit_code = 126
 
 
-class CommandNotFound(CommandError):  # noqa: N818 - "not found" is what every shell calls it.
+class CommandNotFound(CommandError):  # "Not found" is what every shell calls it.
     """There is no such command."""
 
     exit_code = 127
 
 
-class CommandNotExecutable(CommandError):  # noqa: N818 - as above.
+class CommandNotExecutable(CommandError):
     """There is such a file, but it cannot be executed."""
 
 
