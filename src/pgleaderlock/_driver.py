@@ -80,6 +80,8 @@ class Driver:
             self.last_error = None
         if transition.source is not transition.target:
             self._announce(transition)
+        if error is not None and Action.LOG_LOSS not in transition.actions:  # said once, not twice
+            self._log.warning("database_error", error=error)
         for action in transition.actions:
             self._carry_out(action, error)
         return transition
@@ -110,11 +112,10 @@ class Driver:
                 self._log.info("lock_acquired", attempt=self._attempt + 1)
                 self._dispatcher.emit("on_acquired")
             case Action.EMIT_LOST:
-                self._log.warning("lock_lost", error=self.last_error or "held by another")
+                self._log.warning("lock_lost")
                 self._dispatcher.emit("on_lost")
             case Action.EMIT_ERROR:
                 assert error is not None, "the table emits on_error only for inputs that carry an error"
-                self._log.warning("database_error", error=error)
                 self._dispatcher.emit("on_error", error)
             case Action.EMIT_ACQUIRE_FAILED | Action.EMIT_RELEASED | Action.EMIT_STOPPED:
                 self._dispatcher.emit(action.value)

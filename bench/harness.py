@@ -1,0 +1,40 @@
+"""What the figures share: how a result is written down, and how percentiles are taken. Imports the standard library."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Figure", "median", "percentile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One line of the report."""
+
+    what: str
+    ours: str
+    baseline: str
+    measured: float
+    limit: float
+    unit: str = "×"
+
+    @property
+    def holds(self) -> bool:
+        return self.measured <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "ok  " if self.holds else "MISS"
+        return (
+            f"{verdict} {self.what:58s} {self.measured:8.2f} {self.unit:3s} (limit {self.limit:g} {self.unit})"
+            f"\n       ours {self.ours}; {self.baseline}"
+        )
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that is not exceeded by `percent` of them."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def median(values: Sequence[float]) -> float:
+    return percentile(values, 50)
