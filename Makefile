@@ -17,14 +17,14 @@ WORKERS ?= 2
 ARGS ?=
 PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist=worksteal tests $(ARGS)
 # The folders that exist among those which the checks read.
-CHECKED = $(wildcard src tests bench examples)
+CHECKED = $(wildcard src tests bench examples tools)
 
 # Behind a proxy the certificates of the machine count, not those that uv brings along.
 export UV_SYSTEM_CERTS := 1
 export UV_NO_PROGRESS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test proof test-pg check format bench test-deps lock-deps wheel clean distclean
+.PHONY: help install demo test proof test-pg check format bench test-deps lock-deps diagram wheel clean distclean
 
 help: ## Show this list
 	@echo 'make TARGET, where TARGET is one of:'
@@ -47,7 +47,7 @@ test-pg: $(STAMP) ## Every test on other PostgreSQL binaries: make test-pg BIN=/
 check: $(STAMP) ## Lint, format, types and the direction of imports
 	$(VENV)/bin/ruff check $(CHECKED)
 	$(VENV)/bin/ruff format --check $(CHECKED)
-	$(VENV)/bin/mypy --strict src tests
+	$(VENV)/bin/mypy --strict $(CHECKED)
 	$(VENV)/bin/lint-imports
 
 format: $(STAMP) ## Format the code and mend what can be mended
@@ -64,6 +64,9 @@ lock-deps: $(STAMP) ## Choose new versions: requirements-dev.in becomes requirem
 	$(VENV)/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --upgrade \
 	  --python-version 3.11 --output-file requirements-dev.txt requirements-dev.in
 	@! grep -nE '://|^-' requirements-dev.txt || { echo 'requirements-dev.txt holds an address.' >&2; exit 1; }
+
+diagram: $(STAMP) ## Draw the state machine anew from its table, into docs/state-machine.md
+	$(PY) tools/state_diagram.py
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(VENV)/bin/uv build --quiet --wheel --no-build-isolation --python $(PY) --out-dir dist .

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import gc
-import os
 import random
 import uuid
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +17,9 @@ SEED = 4711
 
 def open_descriptors() -> set[str]:
     found = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.add(f"{number} {os.readlink(f'/proc/self/fd/{number}')}")
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists the folder is gone by now
+            found.add(f"{descriptor.name} {descriptor.readlink()}")
     return found
 
 
