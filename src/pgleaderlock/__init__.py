@@ -7,10 +7,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pgleaderlock.errors import (
     ConfigurationError,
+    CoordinationError,
     LockError,
+    LockNotAcquired,
     PgLeaderLockError,
     ShutdownError,
     UnsafeSessionError,
+)
+from pgleaderlock.guard import (
+    LeadershipGuard,
+    acquire_leadership,
+    acquire_leadership_blocking,
+    acquire_leadership_with_retry,
 )
 from pgleaderlock.keys import key_pair, key_pair_from_bigint
 from pgleaderlock.lock import LeaderLock
@@ -20,12 +28,15 @@ from pgleaderlock.retry import DecorrelatedJitter, ExponentialBackoff, FixedInte
 __all__ = [
     "Callback",
     "ConfigurationError",
+    "CoordinationError",
     "DecorrelatedJitter",
     "ErrorCallback",
     "ExponentialBackoff",
     "FixedInterval",
     "LeaderLock",
+    "LeadershipGuard",
     "LockError",
+    "LockNotAcquired",
     "LockState",
     "PgLeaderLockError",
     "RetryContext",
@@ -33,6 +44,9 @@ __all__ = [
     "ShutdownError",
     "StateChangeCallback",
     "UnsafeSessionError",
+    "acquire_leadership",
+    "acquire_leadership_blocking",
+    "acquire_leadership_with_retry",
     "key_pair",
     "key_pair_from_bigint",
 ]

@@ -18,14 +18,10 @@ from pgleaderlock._fsm import Action, Input, Rules, Transition, step
 from pgleaderlock._logging import StructuredLogger
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.models import LockState, RetryContext
-from pgleaderlock.retry import RetryStrategy
+from pgleaderlock.retry import RetryStrategy, reconnect_jitter_s
 
 __all__ = ["Driver"]
 
-# A reconnect waits this much longer at random, whatever the strategy says: a tenth of a second at least, a fifth of the
-# delay if that is more. A thousand nodes notice a restart in the same millisecond.
-JITTER_S_MIN = 0.1
-JITTER_FRACTION = 0.2
 # Used when a strategy raises or returns nonsense: the lock goes on, and on_error hears of it.
 FALLBACK_DELAY_S = 1.0
 
@@ -131,7 +127,7 @@ class Driver:
             case Action.ATTEMPT_NOW:
                 self.due_at = self._clock.now()
             case Action.ATTEMPT_SOON:
-                self.due_at = self._clock.now() + self._jitter_s(0.0)
+                self.due_at = self._clock.now() + reconnect_jitter_s(0.0, self._rng)
             case Action.BACK_OFF:
                 self._back_off(error, jittered=False)
             case Action.BACK_OFF_JITTERED:
@@ -142,7 +138,7 @@ class Driver:
                 now = self._clock.now()
                 self.grace_until = now + (self._grace_s or 0.0)
                 # Never so late that the grace is over before the first try.
-                self.due_at = now + min(self._jitter_s(0.0), (self._grace_s or 0.0) / 10)
+                self.due_at = now + min(reconnect_jitter_s(0.0, self._rng), (self._grace_s or 0.0) / 10)
 
     def _back_off(self, error: Exception | None, *, jittered: bool) -> None:
         now = self._clock.now()
@@ -155,7 +151,7 @@ class Driver:
             self.due_at = None
             return
         if jittered:
-            delay_s += self._jitter_s(delay_s)
+            delay_s += reconnect_jitter_s(delay_s, self._rng)
         self._log.debug("back_off", attempt=self._attempt, delay_s=delay_s)
         self.due_at = now + delay_s
 
@@ -169,6 +165,3 @@ class Driver:
             self._dispatcher.emit("on_error", error)
             return FALLBACK_DELAY_S
         return delay_s
-
-    def _jitter_s(self, delay_s: float) -> float:
-        return self._rng.uniform(0.0, max(JITTER_S_MIN, delay_s * JITTER_FRACTION))

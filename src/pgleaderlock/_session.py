@@ -37,9 +37,9 @@ from pgleaderlock._conninfo import (
 from pgleaderlock._refusals import connect_error, lock_table_full, pooler_error, safe_cause, standby_error
 from pgleaderlock._sql import statement
 from pgleaderlock.errors import ConfigurationError, ConnectionError, LockError, UnsafeSessionError
-from pgleaderlock.keys import KeyPair
+from pgleaderlock.keys import KeyPair, key_params
 
-__all__ = ["DedicatedSession", "Session", "SessionIdentity"]
+__all__ = ["DedicatedSession", "Session", "SessionIdentity", "sever"]
 
 VERSION_MIN = 140000
 SEVER_TIMEOUT_S = 1.0
@@ -192,7 +192,7 @@ class DedicatedSession:
         except psycopg.Error as error:
             return "statement pooling" in str(error) or "transaction" in str(error)
         finally:
-            _sever(other)
+            sever(other)
             await other.close()
 
     # --- The statements
@@ -204,7 +204,7 @@ class DedicatedSession:
     async def take(self, keys: KeyPair) -> bool:
         row = await self._run(
             "take_pooled" if self._settings.allow_pooler else "take",
-            **_key_params(keys),
+            **key_params(keys),
             **self._timeouts_ms(),
             backend_pid=self._backend_pid,
         )
@@ -221,7 +221,7 @@ class DedicatedSession:
         slice_s = min(wait_s, self._deadlock_timeout_s / 2, self._settings.statement_timeout_s / 2)
         row = await self._run(
             "wait_for_lock",
-            **_key_params(keys),
+            **key_params(keys),
             **self._timeouts_ms(),
             slice_ms=max(1, int(slice_s * 1000)),
         )
@@ -235,7 +235,7 @@ class DedicatedSession:
         if not self._settings.allow_pooler:
             await self._run("probe")
             return
-        row = await self._run("probe_pooled", **_key_params(keys), backend_pid=self._backend_pid)
+        row = await self._run("probe_pooled", **key_params(keys), backend_pid=self._backend_pid)
         if not row["alive"]:
             await self.close()
             raise UnsafeSessionError(
@@ -245,12 +245,21 @@ class DedicatedSession:
             )
 
     async def unlock(self, keys: KeyPair) -> None:
-        row = await self._run("unlock", **_key_params(keys))
+        row = await self._run("unlock", **key_params(keys))
         if not row["unlocked"]:
             raise LockError(
                 f"the server says that lock {keys[0]}/{keys[1]} was not held by this session: "
                 "somebody released it with pg_advisory_unlock_all(), or a pooler is in between"
             )
+
+    async def held(self, keys: KeyPair) -> bool:
+        """Positive proof from the server that this session holds the lock."""
+        return bool((await self._run("guard_check", **key_params(keys)))["held"])
+
+    async def holder(self, keys: KeyPair) -> tuple[int, str | None] | None:
+        """Pid and application name of whoever holds the lock, as far as this role may see."""
+        row = await self._run("guard_holder", **key_params(keys))
+        return (row["pid"], row["application_name"]) if row else None
 
     async def end_zombie(self, zombie: SessionIdentity) -> bool:
         row = await self._run(
@@ -295,7 +304,7 @@ class DedicatedSession:
         return row if row is not None else {}
 
     async def _abandon(self, inner: "asyncio.Future[dict[str, Any]]") -> None:
-        _sever(self._connection)
+        sever(self._connection)
         if not inner.done():
             await asyncio.wait([inner], timeout=SEVER_TIMEOUT_S)
         inner.cancel()
@@ -376,16 +385,6 @@ class DedicatedSession:
 # --- Helpers
 
 
-def _key_params(keys: KeyPair) -> dict[str, int]:
-    """The pair as the functions take it, and as `pg_locks` shows it: unsigned."""
-    return {
-        "key1": keys[0],
-        "key2": keys[1],
-        "classid": keys[0] & 0xFFFFFFFF,
-        "objid": keys[1] & 0xFFFFFFFF,
-    }
-
-
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -405,7 +404,7 @@ def _patience_s(params: Mapping[str, str]) -> float:
     return each_s * hosts + 1.0
 
 
-def _sever(connection: psycopg.AsyncConnection[Any]) -> None:
+def sever(connection: psycopg.AsyncConnection[Any]) -> None:
     """End the stream in both directions without closing the descriptor, so that whoever waits on it wakes up."""
     with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
         twin.shutdown(socket.SHUT_RDWR)

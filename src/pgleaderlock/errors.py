@@ -1,8 +1,8 @@
 """The one exception tree of pgleaderlock.
 
-Every error that this library raises on purpose is a `PgLeaderLockError`, and its text says what to do
-next. `ConnectionError` shadows a builtin on purpose (the name is part of the public contract), so it is
-reached as `pgleaderlock.errors.ConnectionError` and is not exported from the package itself.
+Every error that this library raises on purpose is a `PgLeaderLockError`, and its text says what to do next.
+`ConnectionError` and `DatabaseError` shadow well-known names on purpose (they are part of the public contract), so they
+are reached as `pgleaderlock.errors.ConnectionError` and are not exported from the package itself.
 
 This module imports nothing, and no text built here may ever contain a secret of a DSN.
 """
@@ -10,7 +10,10 @@ This module imports nothing, and no text built here may ever contain a secret of
 __all__ = [
     "ConfigurationError",
     "ConnectionError",
+    "CoordinationError",
+    "DatabaseError",
     "LockError",
+    "LockNotAcquired",
     "PgLeaderLockError",
     "ShutdownError",
     "UnsafeSessionError",
@@ -42,6 +45,35 @@ class UnsafeSessionError(ConnectionError):
 
 class LockError(PgLeaderLockError):
     """The lock could not be taken or given back as asked."""
+
+
+class CoordinationError(PgLeaderLockError):
+    """One-shot leadership was not obtained, or not kept: one of the two below."""
+
+
+class LockNotAcquired(CoordinationError):
+    """Somebody else leads. Not a failure of anything: exit, wait or go on without.
+
+    `holder_pid` and `holder_application_name` say who, as far as this database role may see it.
+    """
+
+    def __init__(self, name: str, *, holder_pid: int | None = None, holder_application_name: str | None = None) -> None:
+        self.name = name
+        self.holder_pid = holder_pid
+        self.holder_application_name = holder_application_name
+        who = "another session"
+        if holder_pid is not None:
+            who = f"backend {holder_pid}" + (f" ({holder_application_name})" if holder_application_name else "")
+        super().__init__(f"leadership of {name!r} is held by {who}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions are pickled by their arguments, and ours takes others than its text.
+        state = {"holder_pid": self.holder_pid, "holder_application_name": self.holder_application_name}
+        return type(self), (self.name,), state
+
+
+class DatabaseError(CoordinationError):
+    """The database failed, or the session is not fit for a lock; the cause is chained where there is one."""
 
 
 class ShutdownError(PgLeaderLockError):

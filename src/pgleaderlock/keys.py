@@ -12,7 +12,7 @@ import struct
 
 from pgleaderlock.errors import ConfigurationError
 
-__all__ = ["DEFAULT_NAMESPACE", "KeyPair", "check_key_pair", "key_pair", "key_pair_from_bigint"]
+__all__ = ["DEFAULT_NAMESPACE", "KeyPair", "check_key_pair", "key_pair", "key_pair_from_bigint", "key_params"]
 
 DEFAULT_NAMESPACE = "pgleaderlock"
 NAME_BYTES_MAX = 512
@@ -42,6 +42,16 @@ def check_key_pair(key1: int, key2: int) -> KeyPair:
     _check_integer("key1", key1, KEY_MIN, KEY_MAX)
     _check_integer("key2", key2, KEY_MIN, KEY_MAX)
     return key1, key2
+
+
+def key_params(keys: KeyPair) -> dict[str, int]:
+    """The pair as the functions take it and as `pg_locks` shows it (unsigned), by the names that the statements use."""
+    return {
+        "key1": keys[0],
+        "key2": keys[1],
+        "classid": keys[0] & 0xFFFFFFFF,
+        "objid": keys[1] & 0xFFFFFFFF,
+    }
 
 
 def _check_integer(what: str, value: object, low: int, high: int) -> None:

@@ -14,7 +14,11 @@ from typing import Protocol, runtime_checkable
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.models import RetryContext
 
-__all__ = ["DecorrelatedJitter", "ExponentialBackoff", "FixedInterval", "RetryStrategy"]
+__all__ = ["DecorrelatedJitter", "ExponentialBackoff", "FixedInterval", "RetryStrategy", "reconnect_jitter_s"]
+
+
+JITTER_S_MIN = 0.1
+JITTER_FRACTION = 0.2
 
 
 @runtime_checkable
@@ -84,6 +88,14 @@ class DecorrelatedJitter:
 
     def __repr__(self) -> str:
         return f"DecorrelatedJitter(base_s={self.base_s}, max_s={self.max_s})"
+
+
+def reconnect_jitter_s(delay_s: float, rng: random.Random) -> float:
+    """What a reconnect waits on top of its delay, at random, so that a restarted database is not stormed.
+
+    A thousand nodes notice a restart in the same millisecond, and the strategy may well be the same constant for all.
+    """
+    return rng.uniform(0.0, max(JITTER_S_MIN, delay_s * JITTER_FRACTION))
 
 
 def _check_bounds(base_s: float, max_s: float) -> None:

@@ -1,0 +1,31 @@
+-- The statements of a guard on a connection that the caller owns. Ordinary parameters, so that psycopg prepares them.
+
+-- name: guard_take
+-- One try. NULL: the session is not fit, and nothing was locked. The pid that the protocol told is the pooler's own
+-- behind a pooler; on a standby a lock excludes nobody.
+SELECT CASE WHEN (pg_backend_pid() = %(backend_pid)s OR %(allow_pooler)s) AND NOT pg_is_in_recovery()
+       THEN pg_try_advisory_lock(%(key1)s, %(key2)s) END AS granted
+
+-- name: guard_unlock
+SELECT pg_advisory_unlock(%(key1)s, %(key2)s) AS unlocked
+
+-- name: guard_diagnose
+-- Why a session was not fit.
+SELECT pg_is_in_recovery() AS in_recovery
+
+-- name: guard_holder
+-- Who holds it, as far as this role may see: asked only after a try has failed.
+SELECT l.pid, a.application_name
+FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 2
+  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND l.classid::bigint = %(classid)s AND l.objid::bigint = %(objid)s
+
+-- name: guard_check
+-- Positive proof: this backend, this database, this key, in the key space of pairs (objsubid 2).
+SELECT EXISTS (
+    SELECT FROM pg_locks
+    WHERE locktype = 'advisory' AND granted AND objsubid = 2 AND pid = pg_backend_pid()
+      AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND classid::bigint = %(classid)s AND objid::bigint = %(objid)s
+) AS held

@@ -1,0 +1,418 @@
+"""One-shot leadership: try once, and get a guard or a clear no.
+
+For services that leave retrying to Kubernetes, systemd or cron. `acquire_leadership` sends one statement over a
+connection of yours: it neither waits nor retries. The two helpers below it do, on a connection of their own.
+
+What a guard does not promise is what no lock promises: see the first lines of `lock`. On a connection of yours there is
+no lease either: a process that is frozen keeps the lock until its connection ends. The helpers' connections have one.
+
+Imports `_guarding`, `_hangup`, `_session`, `_conninfo`, `_sql`, `retry`, `keys`, `errors`, `_clock`, `_logging`.
+"""
+
+import asyncio
+import contextlib
+import random
+import warnings
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, Self, TypeVar
+
+import psycopg
+from psycopg.rows import dict_row
+
+from pgleaderlock import _guarding as guarding
+from pgleaderlock._clock import BOOT_CLOCK, Clock
+from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
+from pgleaderlock._hangup import Hangup
+from pgleaderlock._logging import get_logger
+from pgleaderlock._session import DedicatedSession, sever
+from pgleaderlock._sql import statement
+from pgleaderlock.errors import (
+    ConfigurationError,
+    ConnectionError,
+    DatabaseError,
+    LockError,
+    LockNotAcquired,
+    PgLeaderLockError,
+    UnsafeSessionError,
+)
+from pgleaderlock.keys import DEFAULT_NAMESPACE, KeyPair, key_pair, key_params
+from pgleaderlock.models import RetryContext
+from pgleaderlock.retry import RetryStrategy, reconnect_jitter_s
+
+__all__ = [
+    "LeadershipGuard",
+    "acquire_leadership",
+    "acquire_leadership_blocking",
+    "acquire_leadership_with_retry",
+]
+
+T = TypeVar("T")
+
+# The helpers' own sessions: probed this often, dropped by the server when silent for the lease.
+PROBE_INTERVAL_S = 5.0
+STATEMENT_TIMEOUT_S = 5.0
+LEASE_S = 15.0
+# One wait at the server is cut into slices by the session; this only bounds a single call of it.
+SLICE_S_MAX = 60.0
+
+_log = get_logger("pgleaderlock")
+
+
+class _Backing(Protocol):
+    """Where a guard's lock lives: on the caller's connection, or on a session of our own."""
+
+    @property
+    def closed(self) -> bool: ...
+    async def unlock(self, *, abandon: bool) -> None: ...
+    async def check(self) -> bool: ...
+    async def lost(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class LeadershipGuard:
+    """Leadership that was obtained. Release it, or leave its block; lose it, and `lost()` returns."""
+
+    def __init__(self, name: str, key: KeyPair, backing: _Backing) -> None:
+        self.name = name
+        self.key = key
+        self._backing: _Backing | None = backing
+
+    @property
+    def held(self) -> bool:
+        """Not released, and the connection not known to be closed. `check()` asks the server."""
+        return self._backing is not None and not self._backing.closed
+
+    async def release(self) -> None:
+        """Give leadership back. A second call does nothing.
+
+        Raises `DatabaseError` if the session had died before: somebody else may have led meanwhile.
+        """
+        await self._release(abandon=False)
+
+    async def _release(self, *, abandon: bool) -> None:
+        backing = self._backing
+        if backing is None:
+            return
+        if backing.closed:
+            self._backing = None
+            await backing.close()
+            raise DatabaseError(f"leadership of {self.name!r} was lost before it was released: its session has ended")
+        await backing.unlock(abandon=abandon)
+        self._backing = None
+        await backing.close()
+
+    async def check(self) -> bool:
+        """Ask the server for proof that this very session holds the lock. False when it does not."""
+        return self.held and self._backing is not None and await self._backing.check()
+
+    async def lost(self) -> None:
+        """Return when the session has died, noticed at the socket. Returns at once if nothing is held.
+
+        Never reads from the connection. A network that is cut without a word is not a death that anybody hears of: for
+        that, call `check()` now and then, or take a helper, whose sessions are probed.
+        """
+        if self._backing is not None and not self._backing.closed:
+            await self._backing.lost()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        if exc_type is None:
+            await self.release()
+            return
+        try:
+            await self._release(abandon=True)
+        except PgLeaderLockError as error:  # the exception that is on its way out says more than this one
+            _log.warning("release_failed", lock=self.name, error=error)
+
+    def __del__(self) -> None:
+        if getattr(self, "_backing", None) is not None and self.held:
+            warnings.warn(
+                f"the guard of {self.name!r} was dropped while it held leadership: release it, or use `async with`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+
+async def acquire_leadership(
+    conn: psycopg.AsyncConnection[Any], name: str, *, namespace: str = DEFAULT_NAMESPACE, allow_pooler: bool = False
+) -> LeadershipGuard:
+    """Try once to lead `name` on this open connection, which must be in autocommit. Neither waits nor retries.
+
+    Raises `LockNotAcquired` if somebody else leads, `DatabaseError` for everything else that can go wrong. If it is
+    cancelled in mid-statement, the connection is closed: whether the lock was granted is unknown then.
+    """
+    keys = key_pair(name, namespace)
+    guarding.check_fit(conn, psycopg.AsyncConnection, name, keys)
+    row = await _decisive(
+        conn, "taking the lock", "guard_take", guarding.take_params(conn, keys, allow_pooler=allow_pooler)
+    )
+    if row["granted"]:
+        guarding.remember(conn, keys)
+        return LeadershipGuard(name, keys, _OnConnection(conn, name, keys))
+    if row["granted"] is None:
+        raise guarding.not_fit((await _ask(conn, "looking at the session", "guard_diagnose", {}))["in_recovery"])
+    raise guarding.not_acquired(name, await _holder(conn, keys))
+
+
+async def acquire_leadership_with_retry(
+    dsn: Dsn,
+    name: str,
+    policy: RetryStrategy,
+    *,
+    namespace: str = DEFAULT_NAMESPACE,
+    allow_pooler: bool = False,
+) -> LeadershipGuard:
+    """Try to lead `name` on a connection of its own, again and again with the policy's delays.
+
+    When the policy gives up (None), the last reason is raised: `LockNotAcquired` or `DatabaseError`. Cancelling it
+    leaves nothing held. The guard's connection is probed, has a lease at the server, and is closed by `release()`.
+    """
+    if not isinstance(policy, RetryStrategy):
+        raise ConfigurationError("policy needs a method next_delay_s(ctx): see pgleaderlock.retry")
+    seeker = _Seeker(dsn, name, namespace, allow_pooler=allow_pooler)
+    policy = policy.copy() if hasattr(policy, "copy") else policy
+    began = seeker.clock.now()
+    attempt = 0
+    async with seeker:
+        while True:
+            attempt += 1
+            try:
+                if await seeker.take():
+                    return seeker.guard()
+                error: LockNotAcquired | ConnectionError = await seeker.not_acquired()
+            except UnsafeSessionError as refusal:
+                raise DatabaseError(str(refusal)) from refusal  # no retry mends a pooler
+            except ConnectionError as failure:
+                error = failure
+            reason = None if isinstance(error, LockNotAcquired) else error
+            delay_s = policy.next_delay_s(RetryContext(attempt, seeker.clock.now() - began, reason))
+            if delay_s is None:
+                raise error if isinstance(error, LockNotAcquired) else DatabaseError(str(error)) from error
+            if reason is not None:
+                delay_s += reconnect_jitter_s(delay_s, seeker.rng)
+            await seeker.clock.sleep(delay_s)
+
+
+async def acquire_leadership_blocking(
+    dsn: Dsn,
+    name: str,
+    timeout_s: float | None = None,
+    *,
+    namespace: str = DEFAULT_NAMESPACE,
+    allow_pooler: bool = False,
+) -> LeadershipGuard:
+    """Wait to lead `name`, at the server, on a connection of its own; `LockNotAcquired` when `timeout_s` is over.
+
+    The wait is cut into slices of about half a second, so that it holds back neither vacuum nor an index that is being
+    built; within a slice, first come is first served. Cancelling it leaves nothing held.
+    """
+    if timeout_s is not None and not timeout_s >= 0:
+        raise ConfigurationError(f"timeout_s={timeout_s!r} is not usable: give a number of seconds, or None to wait")
+    seeker = _Seeker(dsn, name, namespace, allow_pooler=allow_pooler)
+    deadline = None if timeout_s is None else seeker.clock.now() + timeout_s
+    async with seeker:
+        try:
+            granted = await seeker.take()
+            while not granted:
+                left_s = SLICE_S_MAX if deadline is None else deadline - seeker.clock.now()
+                if left_s <= 0:
+                    raise await seeker.not_acquired()
+                granted = await seeker.wait(min(left_s, SLICE_S_MAX))
+        except (ConnectionError, LockError) as error:
+            raise DatabaseError(str(error)) from error
+        return seeker.guard()
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+# --- On the caller's connection
+
+
+class _OnConnection:
+    def __init__(self, conn: psycopg.AsyncConnection[Any], name: str, keys: KeyPair) -> None:
+        self._conn, self._name, self._keys = conn, name, keys
+        self._hung_up = False
+
+    @property
+    def closed(self) -> bool:
+        return self._hung_up or self._conn.closed
+
+    async def unlock(self, *, abandon: bool) -> None:
+        if guarding.must_roll_back(self._conn, abandon=abandon):
+            await self._conn.rollback()
+        guarding.check_releasable(self._conn, self._name)
+        row = await _decisive(self._conn, "releasing the lock", "guard_unlock", key_params(self._keys))
+        if not row["unlocked"]:
+            raise LockError(f"the server says that leadership of {self._name!r} was not held by this session")
+
+    async def check(self) -> bool:
+        row = await _ask(self._conn, "checking the lock", "guard_check", key_params(self._keys))
+        return bool(row["held"])
+
+    async def lost(self) -> None:
+        loop = asyncio.get_running_loop()
+        hangup = Hangup(self._conn.fileno())
+        heard: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(hangup.fileno(), _settle, heard)
+        try:
+            await heard
+            self._hung_up = True
+        finally:
+            loop.remove_reader(hangup.fileno())
+            hangup.close()
+
+    async def close(self) -> None:
+        guarding.forget(self._conn, self._keys)  # the connection is the caller's, and stays open
+
+
+async def _ask(conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """One statement on the caller's connection, whatever its own cursor and row types are."""
+    try:
+        cursor = psycopg.AsyncCursor(conn, row_factory=dict_row)
+        await cursor.execute(statement(name), params)
+        return await cursor.fetchone() or {}
+    except psycopg.Error as error:
+        raise guarding.failed(what, error) from error
+
+
+async def _decisive(conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """A statement whose outcome decides who leads: if it is cancelled, the outcome is unknown, and the session ends."""
+    asking = asyncio.ensure_future(_ask(conn, what, name, params))
+    try:
+        return await asyncio.shield(asking)
+    except asyncio.CancelledError:
+        sever(conn)
+        await asyncio.wait([asking])
+        if not asking.cancelled():
+            asking.exception()
+        await conn.close()
+        raise
+
+
+async def _holder(conn: psycopg.AsyncConnection[Any], keys: KeyPair) -> tuple[int, str | None] | None:
+    try:
+        row = await _ask(conn, "looking for the holder", "guard_holder", key_params(keys))
+    except DatabaseError:
+        return None  # that somebody holds it is known; who it is, is a courtesy
+    return (row["pid"], row["application_name"]) if row else None
+
+
+# --- On a session of our own
+
+
+class _Seeker:
+    """Opens a dedicated session and tries; closes it unless a guard has taken it over."""
+
+    clock: Clock = BOOT_CLOCK
+    rng = random.Random()
+
+    def __init__(self, dsn: Dsn, name: str, namespace: str, *, allow_pooler: bool) -> None:
+        check_dsn(dsn)
+        self._dsn = dsn
+        self._name = name
+        self._keys = key_pair(name, namespace)
+        self._settings = ConnectionSettings(
+            application_name=default_application_name(name),
+            statement_timeout_s=STATEMENT_TIMEOUT_S,
+            lease_s=LEASE_S,
+            allow_pooler=allow_pooler,
+        )
+        self._session: DedicatedSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def take(self) -> bool:
+        return await self._using(lambda session: session.take(self._keys))
+
+    async def wait(self, wait_s: float) -> bool:
+        return await self._using(lambda session: session.wait(self._keys, wait_s))
+
+    async def not_acquired(self) -> LockNotAcquired:
+        return guarding.not_acquired(self._name, await self._using(lambda session: session.holder(self._keys)))
+
+    def guard(self) -> LeadershipGuard:
+        assert self._session is not None
+        session, self._session = self._session, None
+        return LeadershipGuard(self._name, self._keys, _OnSession(session, self._name, self._keys, self.clock))
+
+    async def _using(self, use: Callable[[DedicatedSession], Awaitable[T]]) -> T:
+        """The session serves until it fails; the next use opens another one."""
+        if self._session is None:
+            self._session = await DedicatedSession.open(self._dsn, self._settings)
+        session = self._session
+        try:
+            return await use(session)
+        except BaseException:
+            self._session = None
+            await session.close()
+            raise
+
+
+class _OnSession:
+    """Keeps the lease by probing, and notices the end at the socket or at a failed probe, whichever is first."""
+
+    def __init__(self, session: DedicatedSession, name: str, keys: KeyPair, clock: Clock) -> None:
+        self._session, self._name, self._keys, self._clock = session, name, keys, clock
+        self._turn = asyncio.Lock()  # probes and the guard's own statements take turns
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._keeper = asyncio.ensure_future(self._keep())
+
+    @property
+    def closed(self) -> bool:
+        return self._ended.done()
+
+    async def unlock(self, *, abandon: bool) -> None:
+        try:
+            async with self._turn:
+                await self._session.unlock(self._keys)
+        except ConnectionError as error:
+            raise DatabaseError(f"releasing {self._name!r} failed: {error}") from error
+        finally:
+            await self.close()  # whatever the answer: without its session, nothing is held
+
+    async def check(self) -> bool:
+        try:
+            async with self._turn:
+                return await self._session.held(self._keys)
+        except ConnectionError as error:
+            raise DatabaseError(f"checking {self._name!r} failed: {error}") from error
+
+    async def lost(self) -> None:
+        await asyncio.shield(self._ended)
+
+    async def close(self) -> None:
+        self._keeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([self._keeper])
+        await self._session.close()
+        _settle(self._ended)
+
+    async def _keep(self) -> None:
+        try:
+            while True:
+                loss = asyncio.ensure_future(self._session.lost())
+                nap = asyncio.ensure_future(self._clock.sleep(PROBE_INTERVAL_S))
+                try:
+                    await asyncio.wait([loss, nap], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    loss.cancel()
+                    nap.cancel()
+                if loss.done() and not loss.cancelled():
+                    break
+                async with self._turn:
+                    await self._session.probe(self._keys)
+        except ConnectionError as error:
+            _log.warning("leadership_lost", lock=self._name, error=error)
+        await self._session.close()
+        _settle(self._ended)

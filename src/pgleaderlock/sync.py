@@ -1,0 +1,152 @@
+"""The same for threads and scripts: one-shot leadership on an ordinary, blocking psycopg connection.
+
+Imports `_guarding`, `_hangup`, `_sql`, `keys`, `errors`, `_logging` and psycopg. Starts no thread and no event loop.
+"""
+
+import warnings
+from typing import Any, Self
+
+import psycopg
+from psycopg.rows import dict_row
+
+from pgleaderlock import _guarding as guarding
+from pgleaderlock._hangup import Hangup
+from pgleaderlock._logging import get_logger
+from pgleaderlock._sql import statement
+from pgleaderlock.errors import DatabaseError, LockError, PgLeaderLockError
+from pgleaderlock.keys import DEFAULT_NAMESPACE, KeyPair, key_pair, key_params
+
+__all__ = ["LeadershipGuard", "acquire_leadership"]
+
+_log = get_logger("pgleaderlock")
+
+
+class LeadershipGuard:
+    """Leadership that was obtained. Release it, or leave its block; lose it, and `lost()` returns True."""
+
+    def __init__(self, name: str, key: KeyPair, conn: psycopg.Connection[Any]) -> None:
+        self.name = name
+        self.key = key
+        self._conn: psycopg.Connection[Any] | None = conn
+        self._hung_up = False
+
+    @property
+    def held(self) -> bool:
+        """Not released, and the connection not known to be closed. `check()` asks the server."""
+        return self._conn is not None and not self._conn.closed and not self._hung_up
+
+    def release(self) -> None:
+        """Give leadership back. A second call does nothing.
+
+        Raises `DatabaseError` if the session had died before: somebody else may have led meanwhile.
+        """
+        self._release(abandon=False)
+
+    def check(self) -> bool:
+        """Ask the server for proof that this very session holds the lock. False when it does not."""
+        if not self.held or self._conn is None:
+            return False
+        return bool(_ask(self._conn, "checking the lock", "guard_check", key_params(self.key))["held"])
+
+    def lost(self, timeout_s: float | None = None) -> bool:
+        """Block until the session has died, noticed at the socket; False when `timeout_s` is over first.
+
+        Never reads from the connection, so that another thread may use it meanwhile. True at once if nothing is held.
+        """
+        if not self.held or self._conn is None:
+            return True
+        hangup = Hangup(self._conn.fileno())
+        try:
+            self._hung_up = hangup.wait(timeout_s)
+            return self._hung_up
+        finally:
+            hangup.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        if exc_type is None:
+            self.release()
+            return
+        try:
+            self._release(abandon=True)
+        except PgLeaderLockError as error:  # the exception that is on its way out says more than this one
+            _log.warning("release_failed", lock=self.name, error=error)
+
+    def _release(self, *, abandon: bool) -> None:
+        conn = self._conn
+        if conn is None:
+            return
+        if not self.held:
+            self._forget(conn)
+            raise DatabaseError(f"leadership of {self.name!r} was lost before it was released: its session has ended")
+        if guarding.must_roll_back(conn, abandon=abandon):
+            conn.rollback()
+        guarding.check_releasable(conn, self.name)
+        row = _decisive(conn, "releasing the lock", "guard_unlock", key_params(self.key))
+        if not row["unlocked"]:
+            raise LockError(f"the server says that leadership of {self.name!r} was not held by this session")
+        self._forget(conn)
+
+    def _forget(self, conn: psycopg.Connection[Any]) -> None:
+        self._conn = None
+        guarding.forget(conn, self.key)
+
+    def __del__(self) -> None:
+        if getattr(self, "_conn", None) is not None and self.held:
+            warnings.warn(
+                f"the guard of {self.name!r} was dropped while it held leadership: release it, or use `with`",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
+
+
+def acquire_leadership(
+    conn: psycopg.Connection[Any], name: str, *, namespace: str = DEFAULT_NAMESPACE, allow_pooler: bool = False
+) -> LeadershipGuard:
+    """Try once to lead `name` on this open connection, which must be in autocommit. Neither waits nor retries.
+
+    Raises `LockNotAcquired` if somebody else leads, `DatabaseError` for everything else that can go wrong. If it is
+    interrupted in mid-statement (Ctrl-C), the connection is closed: whether the lock was granted is unknown then.
+    """
+    keys = key_pair(name, namespace)
+    guarding.check_fit(conn, psycopg.Connection, name, keys)
+    params = guarding.take_params(conn, keys, allow_pooler=allow_pooler)
+    row = _decisive(conn, "taking the lock", "guard_take", params)
+    if row["granted"]:
+        guarding.remember(conn, keys)
+        return LeadershipGuard(name, keys, conn)
+    if row["granted"] is None:
+        raise guarding.not_fit(_ask(conn, "looking at the session", "guard_diagnose", {})["in_recovery"])
+    raise guarding.not_acquired(name, _holder(conn, keys))
+
+
+def _ask(conn: psycopg.Connection[Any], what: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """One statement on the caller's connection, whatever its own cursor and row types are."""
+    try:
+        cursor = psycopg.Cursor(conn, row_factory=dict_row)
+        cursor.execute(statement(name), params)
+        return cursor.fetchone() or {}
+    except psycopg.Error as error:
+        raise guarding.failed(what, error) from error
+
+
+def _decisive(conn: psycopg.Connection[Any], what: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """A statement whose outcome decides who leads: interrupted, the outcome is unknown, and the session ends."""
+    try:
+        return _ask(conn, what, name, params)
+    except PgLeaderLockError:
+        raise
+    except BaseException:
+        conn.close()
+        raise
+
+
+def _holder(conn: psycopg.Connection[Any], keys: KeyPair) -> tuple[int, str | None] | None:
+    try:
+        row = _ask(conn, "looking for the holder", "guard_holder", key_params(keys))
+    except DatabaseError:
+        return None  # that somebody holds it is known; who it is, is a courtesy
+    return (row["pid"], row["application_name"]) if row else None
