@@ -10,6 +10,7 @@ one line on standard error and an exit code, because 1 means "no" here and must 
 import contextlib
 import importlib
 import importlib.metadata
+import io
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 import click
 
-from pgleaderlock.cli._output import EXIT_OK, EXIT_USAGE, exit_code_for_signal
+from pgleaderlock.cli._output import EXIT_OK, EXIT_USAGE, exit_code_for_signal, without_passwords
 from pgleaderlock.errors import PgLeaderLockError
 
 __all__ = ["COMMANDS", "LazyCommand", "run"]
@@ -125,8 +126,10 @@ def _exit_code_of(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, SystemExit):
         return _code_of_system_exit(error)
     if isinstance(error, click.ClickException):
-        # Always 2: click's own 1 would read as "no".
-        error.show()
+        # Always 2: click's own 1 would read as "no". Its texts quote what was typed, a DSN in the wrong place too.
+        shown = io.StringIO()
+        error.show(shown)
+        print(without_passwords(shown.getvalue()), end="", file=sys.stderr)
         return EXIT_USAGE
     if isinstance(error, click.Abort | KeyboardInterrupt):
         return exit_code_for_signal(signal.SIGINT)

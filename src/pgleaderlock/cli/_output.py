@@ -5,6 +5,7 @@ DSN: it may hold a password, and what is printed ends up in logs and terminals.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,6 +40,7 @@ __all__ = [
     "resolve_dsn",
     "stderr_console",
     "stdout_console",
+    "without_passwords",
 ]
 
 EXIT_OK = 0
@@ -61,6 +63,13 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 def exit_code_for_signal(signum: int) -> int:
     """What a shell reports for a process that signal `signum` ended."""
     return 128 + signum
+
+
+def without_passwords(text: str) -> str:
+    """The text with the password of each URI and of each `password=…` in it hidden."""
+    # To the last @: a password may contain one. Without any, the text may have been cut off in front of it.
+    text = re.sub(r"(\w://[^\s:/@]*):(?:\S*(?=@)|[^\s@]+(?=\s|$))", r"\1:***", text)
+    return re.sub(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'?|[^\s&)]+)", r"\1***", text)
 
 
 class DurationType(_FloatType):

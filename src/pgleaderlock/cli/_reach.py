@@ -123,8 +123,10 @@ class Unreachable(ConnectionError):
 
 
 def explained(error: PgLeaderLockError) -> PgLeaderLockError:
-    """The same error with what to do about it, where it is a failed connect. Others say so by themselves."""
-    if isinstance(error, UnsafeSessionError | Unreachable) or not isinstance(error, ConnectionError):
+    """The same error with what to do about it, in the words of the command line."""
+    if isinstance(error, UnsafeSessionError):
+        return UnsafeSessionError(error.reason, str(error).replace("pass allow_pooler=True", "use --allow-pooler"))
+    if isinstance(error, Unreachable) or not isinstance(error, ConnectionError):
         return error
     text = str(error)
     reason = _find(text)

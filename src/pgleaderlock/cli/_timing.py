@@ -28,7 +28,6 @@ _OPTION_OF = {
     "standby_wait_s": "--standby-wait",
     "base_s": "--retry-base",
     "max_s": "--retry-max",
-    "pass allow_pooler=True": "use --allow-pooler",
 }
 _PARAMETERS = re.compile("|".join(rf"\b{re.escape(parameter)}\b" for parameter in _OPTION_OF))
 

@@ -24,9 +24,9 @@ from pgleaderlock.cli._output import (
 )
 from pgleaderlock.cli._reach import Look, explained
 from pgleaderlock.cli._signals import Stopper
-from pgleaderlock.cli._timing import allow_pooler_option, in_option_words, make_lock, timing_options
+from pgleaderlock.cli._timing import allow_pooler_option, make_lock, timing_options
 from pgleaderlock.cli.status import describe, look_at
-from pgleaderlock.errors import ConnectionError, PgLeaderLockError, UnsafeSessionError
+from pgleaderlock.errors import ConnectionError, PgLeaderLockError
 from pgleaderlock.lock import LeaderLock
 from pgleaderlock.models import RetryContext
 
@@ -158,6 +158,4 @@ async def _holders(dsn: str, lock_key: LockKey) -> str:
 
 
 def _for_people(error: Exception) -> Exception:
-    if isinstance(error, UnsafeSessionError):
-        return UnsafeSessionError(error.reason, in_option_words(str(error)))
     return explained(error) if isinstance(error, PgLeaderLockError) else error

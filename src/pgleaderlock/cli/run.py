@@ -27,7 +27,7 @@ from pgleaderlock.cli._reach import explained, hopeless
 from pgleaderlock.cli._signals import Stopper
 from pgleaderlock.cli._timing import POSITIVE, allow_pooler_option, in_option_words, make_lock, timing_options
 from pgleaderlock.embedded import EmbeddedPostgres
-from pgleaderlock.errors import ConfigurationError, PgLeaderLockError, UnsafeSessionError
+from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 from pgleaderlock.lock import LeaderLock
 from pgleaderlock.retry import ExponentialBackoff
 
@@ -181,14 +181,8 @@ class _Election:
     def _on_error(self, error: Exception) -> None:
         self._log.warning("on_error", error=error)
         if not self._tried and isinstance(error, PgLeaderLockError) and hopeless(error):
-            self._hopeless = _for_people(error)
+            self._hopeless = explained(error)
             self._heard.set()
-
-
-def _for_people(error: PgLeaderLockError) -> PgLeaderLockError:
-    if isinstance(error, UnsafeSessionError):
-        return UnsafeSessionError(error.reason, in_option_words(str(error)))
-    return explained(error)
 
 
 def _strategy(base_s: float, max_s: float) -> ExponentialBackoff:
