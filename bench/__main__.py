@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bench import lock
+from bench import guard, lock
 from bench.harness import Figure
 from pgleaderlock.embedded import EmbeddedPostgres
 
@@ -16,6 +16,8 @@ FIGURES: dict[str, Callable[[str], Awaitable[Figure]]] = {
     "lock.start": lock.start,
     "lock.loss": lock.loss,
     "lock.hot_standby": lock.hot_standby,
+    "guard.cycle": guard.cycle,
+    "guard.lost": guard.lost,
 }
 
 

@@ -17,15 +17,18 @@ class Figure:
     measured: float
     limit: float
     unit: str = "×"
+    at_least: bool = False
+    """The limit is a floor and not a ceiling."""
 
     @property
     def holds(self) -> bool:
-        return self.measured <= self.limit
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
 
     def __str__(self) -> str:
         verdict = "ok  " if self.holds else "MISS"
+        sign = "≥" if self.at_least else "≤"
         return (
-            f"{verdict} {self.what:58s} {self.measured:8.2f} {self.unit:3s} (limit {self.limit:g} {self.unit})"
+            f"{verdict} {self.what:58s} {self.measured:8.2f} {self.unit:3s} ({sign} {self.limit:g} {self.unit})"
             f"\n       ours {self.ours}; {self.baseline}"
         )
 

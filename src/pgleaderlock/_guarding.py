@@ -46,7 +46,7 @@ def check_fit(connection: object, kind: type[AnyConnection], name: str, keys: Ke
         raise ConfigurationError(f"this is the other kind of connection: use acquire_leadership of {other}")
     if connection.closed:
         raise DatabaseError("the connection is closed: open one and keep it for as long as you lead")
-    status = connection.info.transaction_status
+    status = connection.pgconn.transaction_status
     if status == pq.TransactionStatus.INERROR:
         raise DatabaseError("the connection is in a failed transaction: roll it back first")
     if status != pq.TransactionStatus.IDLE:
@@ -62,13 +62,13 @@ def check_fit(connection: object, kind: type[AnyConnection], name: str, keys: Ke
 
 def must_roll_back(connection: AnyConnection, *, abandon: bool) -> bool:
     """A transaction that has failed, or that an exception has broken off, ends before leadership does."""
-    status = connection.info.transaction_status
+    status = connection.pgconn.transaction_status
     return status == pq.TransactionStatus.INERROR or (abandon and status == pq.TransactionStatus.INTRANS)
 
 
 def check_releasable(connection: AnyConnection, name: str) -> None:
     """Raise when releasing now would let a successor start before this transaction has committed."""
-    if connection.info.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.ACTIVE):
+    if connection.pgconn.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.ACTIVE):
         raise LockError(
             f"leadership of {name!r} is not released while its connection is in a transaction: "
             "what it wrote would be committed after somebody else leads; commit or roll back first"

@@ -39,7 +39,7 @@ from pgleaderlock._sql import statement
 from pgleaderlock.errors import ConfigurationError, ConnectionError, LockError, UnsafeSessionError
 from pgleaderlock.keys import KeyPair, key_params
 
-__all__ = ["DedicatedSession", "Session", "SessionIdentity", "sever"]
+__all__ = ["DedicatedSession", "Session", "SessionIdentity"]
 
 VERSION_MIN = 140000
 SEVER_TIMEOUT_S = 1.0
@@ -192,7 +192,7 @@ class DedicatedSession:
         except psycopg.Error as error:
             return "statement pooling" in str(error) or "transaction" in str(error)
         finally:
-            sever(other)
+            _sever(other)
             await other.close()
 
     # --- The statements
@@ -304,7 +304,7 @@ class DedicatedSession:
         return row if row is not None else {}
 
     async def _abandon(self, inner: "asyncio.Future[dict[str, Any]]") -> None:
-        sever(self._connection)
+        _sever(self._connection)
         if not inner.done():
             await asyncio.wait([inner], timeout=SEVER_TIMEOUT_S)
         inner.cancel()
@@ -404,7 +404,7 @@ def _patience_s(params: Mapping[str, str]) -> float:
     return each_s * hosts + 1.0
 
 
-def sever(connection: psycopg.AsyncConnection[Any]) -> None:
+def _sever(connection: psycopg.AsyncConnection[Any]) -> None:
     """End the stream in both directions without closing the descriptor, so that whoever waits on it wakes up."""
     with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
         twin.shutdown(socket.SHUT_RDWR)

@@ -17,14 +17,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, Self, TypeVar
 
 import psycopg
-from psycopg.rows import dict_row
+from psycopg.rows import tuple_row
 
 from pgleaderlock import _guarding as guarding
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._hangup import Hangup
 from pgleaderlock._logging import get_logger
-from pgleaderlock._session import DedicatedSession, sever
+from pgleaderlock._session import DedicatedSession
 from pgleaderlock._sql import statement
 from pgleaderlock.errors import (
     ConfigurationError,
@@ -149,11 +149,11 @@ async def acquire_leadership(
     row = await _decisive(
         conn, "taking the lock", "guard_take", guarding.take_params(conn, keys, allow_pooler=allow_pooler)
     )
-    if row["granted"]:
+    if row[0]:
         guarding.remember(conn, keys)
         return LeadershipGuard(name, keys, _OnConnection(conn, name, keys))
-    if row["granted"] is None:
-        raise guarding.not_fit((await _ask(conn, "looking at the session", "guard_diagnose", {}))["in_recovery"])
+    if row[0] is None:
+        raise guarding.not_fit((await _ask(conn, "looking at the session", "guard_diagnose", {}))[0])
     raise guarding.not_acquired(name, await _holder(conn, keys))
 
 
@@ -248,12 +248,12 @@ class _OnConnection:
             await self._conn.rollback()
         guarding.check_releasable(self._conn, self._name)
         row = await _decisive(self._conn, "releasing the lock", "guard_unlock", key_params(self._keys))
-        if not row["unlocked"]:
+        if not row[0]:
             raise LockError(f"the server says that leadership of {self._name!r} was not held by this session")
 
     async def check(self) -> bool:
         row = await _ask(self._conn, "checking the lock", "guard_check", key_params(self._keys))
-        return bool(row["held"])
+        return bool(row[0])
 
     async def lost(self) -> None:
         loop = asyncio.get_running_loop()
@@ -271,26 +271,23 @@ class _OnConnection:
         guarding.forget(self._conn, self._keys)  # the connection is the caller's, and stays open
 
 
-async def _ask(conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+async def _ask(conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]) -> tuple[Any, ...]:
     """One statement on the caller's connection, whatever its own cursor and row types are."""
     try:
-        cursor = psycopg.AsyncCursor(conn, row_factory=dict_row)
+        cursor = psycopg.AsyncCursor(conn, row_factory=tuple_row)
         await cursor.execute(statement(name), params)
-        return await cursor.fetchone() or {}
+        return await cursor.fetchone() or ()
     except psycopg.Error as error:
         raise guarding.failed(what, error) from error
 
 
-async def _decisive(conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+async def _decisive(
+    conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]
+) -> tuple[Any, ...]:
     """A statement whose outcome decides who leads: if it is cancelled, the outcome is unknown, and the session ends."""
-    asking = asyncio.ensure_future(_ask(conn, what, name, params))
     try:
-        return await asyncio.shield(asking)
+        return await _ask(conn, what, name, params)
     except asyncio.CancelledError:
-        sever(conn)
-        await asyncio.wait([asking])
-        if not asking.cancelled():
-            asking.exception()
         await conn.close()
         raise
 
@@ -300,7 +297,7 @@ async def _holder(conn: psycopg.AsyncConnection[Any], keys: KeyPair) -> tuple[in
         row = await _ask(conn, "looking for the holder", "guard_holder", key_params(keys))
     except DatabaseError:
         return None  # that somebody holds it is known; who it is, is a courtesy
-    return (row["pid"], row["application_name"]) if row else None
+    return (row[0], row[1]) if row else None
 
 
 # --- On a session of our own

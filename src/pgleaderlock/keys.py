@@ -9,6 +9,7 @@ Imports the standard library and `errors` only.
 
 import hashlib
 import struct
+from functools import lru_cache
 
 from pgleaderlock.errors import ConfigurationError
 
@@ -25,6 +26,14 @@ KeyPair = tuple[int, int]
 
 def key_pair(name: str, namespace: str = DEFAULT_NAMESPACE) -> KeyPair:
     """The keys of a named lock: the first eight bytes of SHA-256(namespace NUL name), as two signed 32-bit integers."""
+    for what, text in (("namespace", namespace), ("name", name)):
+        if not isinstance(text, str):
+            raise ConfigurationError(f"{what} must be a string, not {type(text).__name__}")
+    return _derived(name, namespace)
+
+
+@lru_cache(maxsize=256)  # a service asks for the same few names again and again
+def _derived(name: str, namespace: str) -> KeyPair:
     digest = hashlib.sha256(_checked("namespace", namespace) + b"\0" + _checked("name", name)).digest()
     key1, key2 = struct.unpack(">ii", digest[:8])
     return key1, key2
@@ -62,9 +71,7 @@ def _check_integer(what: str, value: object, low: int, high: int) -> None:
         raise ConfigurationError(f"{what}={value} is out of range: give an integer from {low} to {high}")
 
 
-def _checked(what: str, text: object) -> bytes:
-    if not isinstance(text, str):
-        raise ConfigurationError(f"{what} must be a string, not {type(text).__name__}")
+def _checked(what: str, text: str) -> bytes:
     if not text:
         raise ConfigurationError(f"{what} must not be empty")
     if "\0" in text:

@@ -7,7 +7,7 @@ import warnings
 from typing import Any, Self
 
 import psycopg
-from psycopg.rows import dict_row
+from psycopg.rows import tuple_row
 
 from pgleaderlock import _guarding as guarding
 from pgleaderlock._hangup import Hangup
@@ -46,7 +46,7 @@ class LeadershipGuard:
         """Ask the server for proof that this very session holds the lock. False when it does not."""
         if not self.held or self._conn is None:
             return False
-        return bool(_ask(self._conn, "checking the lock", "guard_check", key_params(self.key))["held"])
+        return bool(_ask(self._conn, "checking the lock", "guard_check", key_params(self.key))[0])
 
     def lost(self, timeout_s: float | None = None) -> bool:
         """Block until the session has died, noticed at the socket; False when `timeout_s` is over first.
@@ -85,7 +85,7 @@ class LeadershipGuard:
             conn.rollback()
         guarding.check_releasable(conn, self.name)
         row = _decisive(conn, "releasing the lock", "guard_unlock", key_params(self.key))
-        if not row["unlocked"]:
+        if not row[0]:
             raise LockError(f"the server says that leadership of {self.name!r} was not held by this session")
         self._forget(conn)
 
@@ -115,25 +115,25 @@ def acquire_leadership(
     guarding.check_fit(conn, psycopg.Connection, name, keys)
     params = guarding.take_params(conn, keys, allow_pooler=allow_pooler)
     row = _decisive(conn, "taking the lock", "guard_take", params)
-    if row["granted"]:
+    if row[0]:
         guarding.remember(conn, keys)
         return LeadershipGuard(name, keys, conn)
-    if row["granted"] is None:
-        raise guarding.not_fit(_ask(conn, "looking at the session", "guard_diagnose", {})["in_recovery"])
+    if row[0] is None:
+        raise guarding.not_fit(_ask(conn, "looking at the session", "guard_diagnose", {})[0])
     raise guarding.not_acquired(name, _holder(conn, keys))
 
 
-def _ask(conn: psycopg.Connection[Any], what: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+def _ask(conn: psycopg.Connection[Any], what: str, name: str, params: dict[str, Any]) -> tuple[Any, ...]:
     """One statement on the caller's connection, whatever its own cursor and row types are."""
     try:
-        cursor = psycopg.Cursor(conn, row_factory=dict_row)
+        cursor = psycopg.Cursor(conn, row_factory=tuple_row)
         cursor.execute(statement(name), params)
-        return cursor.fetchone() or {}
+        return cursor.fetchone() or ()
     except psycopg.Error as error:
         raise guarding.failed(what, error) from error
 
 
-def _decisive(conn: psycopg.Connection[Any], what: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+def _decisive(conn: psycopg.Connection[Any], what: str, name: str, params: dict[str, Any]) -> tuple[Any, ...]:
     """A statement whose outcome decides who leads: interrupted, the outcome is unknown, and the session ends."""
     try:
         return _ask(conn, what, name, params)
@@ -149,4 +149,4 @@ def _holder(conn: psycopg.Connection[Any], keys: KeyPair) -> tuple[int, str | No
         row = _ask(conn, "looking for the holder", "guard_holder", key_params(keys))
     except DatabaseError:
         return None  # that somebody holds it is known; who it is, is a courtesy
-    return (row["pid"], row["application_name"]) if row else None
+    return (row[0], row[1]) if row else None
