@@ -39,6 +39,7 @@ COMMANDS = {
     "exec": LazyCommand("pgleaderlock.cli.exec_:exec_", "Run a command only while leading."),
     "acquire": LazyCommand("pgleaderlock.cli.acquire:acquire", "Try once to take a lock."),
     "status": LazyCommand("pgleaderlock.cli.status:status", "Show who holds a lock."),
+    "keys": LazyCommand("pgleaderlock.cli.keys:keys", "Show the keys of a name, and the query for them."),
     "doctor": LazyCommand("pgleaderlock.cli.doctor:doctor", "Check a database for what would break the promise."),
     "demo": LazyCommand("pgleaderlock.cli.demo:demo", "Watch three nodes elect a leader and survive its death."),
 }
