@@ -4,7 +4,9 @@ import asyncio
 import copy
 import itertools
 import random
+import runpy
 from dataclasses import FrozenInstanceError, dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -242,3 +244,25 @@ async def test_the_state_has_changed_before_anybody_is_told() -> None:
         await dispatcher.drained()
     assert states == [FOLLOWER, FOLLOWER, FOLLOWER]
     await dispatcher.close()
+
+
+# --- The page that shows the table
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_diagram_in_the_docs_is_drawn_from_the_table_of_today() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "state_diagram.py"))
+    page = (ROOT / "docs" / "state-machine.md").read_text(encoding="utf-8")
+    assert tool["drawn"](page) == page, "run tools/state_diagram.py"
+
+
+def test_the_page_shows_every_row_and_every_change_of_state() -> None:
+    page = (ROOT / "docs" / "state-machine.md").read_text(encoding="utf-8")
+    for row in ROWS:
+        shown = [line for line in page.splitlines() if line.startswith(f"| {row.source.name} | {row.input} |")]
+        assert shown, row.id
+        if row.target is not row.source:
+            assert f"    {row.source.name} --> {row.target.name}: " in page
+            assert any(f"| {row.target.name} |" in line for line in shown)

@@ -513,6 +513,15 @@ async def test_shutdown_does_not_set_the_external_event(database: FakeDatabase, 
     assert not event.is_set()
 
 
+async def test_no_task_is_left_when_shutdown_of_a_lock_with_an_external_event_returns(
+    database: FakeDatabase, clock: FakeClock
+) -> None:
+    before = asyncio.all_tasks()
+    async with leading(database, clock, shutdown_event=asyncio.Event()):
+        assert len(asyncio.all_tasks() - before) >= 3
+    assert asyncio.all_tasks() == before
+
+
 async def test_one_event_stops_many_locks(database: FakeDatabase, clock: FakeClock) -> None:
     event = asyncio.Event()
     locks = [fake_lock(database, clock, shutdown_event=event) for _ in range(5)]
