@@ -6,6 +6,7 @@ import re
 import signal
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -97,6 +98,16 @@ def test_a_name_in_another_namespace_is_another_lock(dsn: str, name: str) -> Non
         key1, key2 = key_pair(name)
         with running("run", "--key1", str(key1), "--key2", str(key2), "--dsn", dsn) as three:
             three.until("on_acquire_failed")
+
+
+@pytest.mark.parametrize("command_name", ["run", "acquire", "status", "doctor"])
+def test_every_option_is_in_the_documentation(command_name: str) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    section = text.split(f"\n## {command_name}\n")[1].split("\n## ")[0]
+    shared = text.split("\n## Options of several commands\n")[1].split("\n## ")[0]
+    listed = re.findall(r"--[a-z0-9-]+", command(command_name, "--help").out)
+    assert listed
+    assert [option for option in set(listed) - {"--help"} if f"`{option}`" not in section + shared] == []
 
 
 def test_the_defaults_are_the_librarys() -> None:

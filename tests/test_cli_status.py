@@ -212,4 +212,6 @@ async def test_a_server_that_falls_silent_in_mid_question_is_given_up(dsn: str, 
         proxy.cut()
         with pytest.raises(ConnectionError, match=r"did not answer within 0\.2 s"):
             await look.rows("probe")
+        # A question that went on waiting would hold up the end of the program.
+        assert not [task for task in asyncio.all_tasks() if "_execute" in repr(task.get_coro())]
     proxy.heal()

@@ -9,6 +9,7 @@ by itself: five hosts would get five leaders.
 import asyncio
 import contextlib
 import os
+import signal
 
 import click
 
@@ -132,7 +133,7 @@ class _Election:
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._stopper.signum is not None:
-                self._log.info("stopping", signal=self._stopper.signum)
+                self._log.info("stopping", signal=signal.Signals(self._stopper.signum).name)
             await self._lock.shutdown()
         finally:
             for end in ends:
