@@ -14,8 +14,12 @@ __all__ = [
     "DatabaseError",
     "LockError",
     "LockNotAcquired",
+    "NotFenced",
+    "NotLeader",
     "PgLeaderLockError",
+    "SchemaError",
     "ShutdownError",
+    "StaleEpoch",
     "UnsafeSessionError",
 ]
 
@@ -74,6 +78,34 @@ class LockNotAcquired(CoordinationError):
 
 class DatabaseError(CoordinationError):
     """The database failed, or the session is not fit for a lock; the cause is chained where there is one."""
+
+
+class SchemaError(PgLeaderLockError):
+    """The ledger's tables are missing, too old or too new for this library, or this role may not use them."""
+
+
+class NotLeader(PgLeaderLockError):
+    """This node must not act now. `reason` is one word for programs.
+
+    `never_led`, `lost`, `late_heartbeat`, `waiting` (for the predecessor's deadline), `draining`, `vetoed`, `disabled`,
+    or `epoch_changed` from `ensure_epoch`.
+    """
+
+    def __init__(self, role: str, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.role = role
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.role, self.reason, str(self))
+
+
+class StaleEpoch(PgLeaderLockError):
+    """A fenced write was refused: its epoch is no longer the current one. Nothing of it was committed."""
+
+
+class NotFenced(PgLeaderLockError):
+    """A write to a fenced table came without a fence in its transaction."""
 
 
 class ShutdownError(PgLeaderLockError):

@@ -7,7 +7,15 @@ import enum
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-__all__ = ["Callback", "ErrorCallback", "LockState", "RetryContext", "StateChangeCallback"]
+__all__ = [
+    "Callback",
+    "ErrorCallback",
+    "LeaderStateChanged",
+    "LeaderToken",
+    "LockState",
+    "RetryContext",
+    "StateChangeCallback",
+]
 
 
 class LockState(enum.Enum):
@@ -37,6 +45,26 @@ class RetryContext:
     """Time since the first attempt of this cycle."""
     last_error: Exception | None
     """Why the attempt failed; None when the lock was simply held by someone else."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderToken:
+    """Proof of one term: hand its `epoch` to whatever must refuse a leader of the past."""
+
+    role: str
+    epoch: int
+    holder_identity: str
+    namespace: str = "pgleaderlock"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderStateChanged:
+    """Who leads a role now, as this node sees it. `is_leader` follows the gate: may this node act?"""
+
+    role: str
+    is_leader: bool
+    epoch: int | None
+    holder: str | None
 
 
 # A plain function or a coroutine function: the dispatcher awaits what comes back if it can be awaited.
