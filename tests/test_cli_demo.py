@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -208,6 +209,54 @@ def test_a_killed_demo_leaves_nothing_behind(tmp: Path, demos: list[Demo], momen
     demo.until(moment)
     demo.process.kill()
     assert demo.over() == (-signal.SIGKILL, "")
+
+
+# A process that adopts orphans, as the first one of a container does, in the session of the demo. There the kernel does
+# not wake a stopped process whose parent has died.
+ADOPT = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+demo = subprocess.Popen([sys.executable, "-m", "pgleaderlock", "demo", "--fast"])
+demo.wait()
+os.close(1)
+os.close(2)
+while True:
+    os.wait()
+"""
+
+
+def test_a_frozen_node_dies_with_a_killed_demo_even_where_orphans_are_adopted(tmp: Path, demos: list[Demo]) -> None:
+    demos.append(demo := Demo(tmp, sys.executable, "-c", ADOPT))
+    demo.until("freezes")
+    (pid,) = demo.processes("pgleaderlock\0demo\0")
+    os.kill(pid, signal.SIGKILL)
+    # The adopter ends when it has nobody left to wait for.
+    demo.over()
+
+
+def test_the_folder_is_not_removed_under_a_server_that_still_runs(tmp: Path, demos: list[Demo]) -> None:
+    demos.append(demo := Demo(tmp))
+    demo.until("freezes")
+    (pid_file,) = tmp.glob("*/server/data/postmaster.pid")
+    postmaster = int(pid_file.read_text().splitlines()[0])
+    os.kill(postmaster, signal.SIGSTOP)
+    try:
+        demo.process.kill()
+        deadline = time.monotonic() + PATIENCE_S
+        # That a process waits for a lock is announced nowhere else, so this looks every 10 ms.
+        while not set(_waiting_for_a_lock()) & set(demo.processes("_demo_janitor")):
+            assert demo.processes("_demo_janitor"), "the janitor has not waited for the server"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert pid_file.exists()
+    finally:
+        os.kill(postmaster, signal.SIGCONT)
+    demo.over()
+
+
+def _waiting_for_a_lock() -> list[int]:
+    lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+    return [int(words[5]) for words in lines if words[1] == "->"]
 
 
 @MOMENTS

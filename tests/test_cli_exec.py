@@ -6,6 +6,7 @@ Each test starts the real program against a real server. Outputs and ends of pip
 import asyncio
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -291,6 +292,22 @@ def test_a_command_ended_by_a_signal_that_was_passed_on_exits_128_plus_n(start: 
     assert ended(process) == (143, "", "")
 
 
+def test_a_signal_that_comes_while_the_command_is_being_started_reaches_it(dsn: str, name: str) -> None:
+    program = """
+        import os, signal, sys
+        from pgleaderlock.cli import exec_, main
+        start = exec_.Supervised.start
+        async def start_late(*command):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return await start(*command)
+        exec_.Supervised.start = start_late
+        main(sys.argv[1:])
+    """
+    argv = ["exec", "--dsn", dsn, "--name", name, "--", "sleep", "600"]
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), *argv], timeout=PATIENCE_S, check=False)
+    assert done.returncode == 128 + signal.SIGUSR1
+
+
 def test_what_our_parent_wants_ignored_stays_ignored(start: Start) -> None:
     process = start(
         *sh("echo ready; read -r _; kill -HUP $$; echo lives"),
@@ -354,6 +371,24 @@ async def test_a_cut_connection_stops_the_command_before_the_server_lets_a_succe
     assert len(holders(dsn, name)) == 1
 
 
+def test_a_loss_while_the_command_is_being_started_is_a_loss_and_starts_nothing(dsn: str, name: str) -> None:
+    program = """
+        import asyncio, sys
+        from pgleaderlock.cli import exec_, main
+        async def start_never(*command):
+            print("starting", flush=True)
+            await asyncio.Event().wait()
+        exec_.Supervised.start = start_never
+        main(sys.argv[1:])
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(program), "exec", "--dsn", dsn, "--name", name, "--", "true"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        read_until(process.stdout, b"starting\n")
+        end_session(dsn, name)
+        code, out, _ = ended(process)
+    assert (code, out) == (76, "")
+
+
 def test_an_exit_of_the_command_counts_although_the_lock_is_lost_while_its_children_end(
     start: Start, dsn: str, name: str
 ) -> None:
@@ -410,3 +445,14 @@ def test_bad_usage_exits_2_and_runs_nothing(start: Start, dsn: str) -> None:
 
 def test_without_a_command_it_is_a_usage_error(start: Start) -> None:
     assert ended(start())[0] == 2
+
+
+@pytest.mark.parametrize("command_name", ["exec", "demo"])
+def test_every_option_is_in_the_documentation(command_name: str) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    section = text.split(f"\n## {command_name}\n")[1].split("\n## ")[0]
+    shared = text.split("\n## Options of several commands\n")[1].split("\n## ")[0]
+    argv = [sys.executable, "-m", "pgleaderlock", command_name, "--help"]
+    listed = re.findall(r"--[a-z0-9-]+", subprocess.run(argv, capture_output=True, check=True, text=True).stdout)
+    assert listed
+    assert [option for option in set(listed) - {"--help"} if f"`{option}`" not in section + shared] == []

@@ -154,6 +154,7 @@ class Attempts:
         self._run = run
         self._warn = warn
         self._warned: str | None = None
+        self._completed_one = False
         self._back_off = ExponentialBackoff(RETRY_BASE_S, RETRY_MAX_S)
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:
@@ -161,7 +162,10 @@ class Attempts:
             return RETRY_MAX_S  # The competition is over; what goes on is the end of the command.
         self.last_error = error = ctx.last_error
         wait_s = self._run.job.wait_s
-        if wait_s == 0 or (error is not None and hopeless(error)):
+        if error is None:
+            self._completed_one = True
+        # What has worked before may work again: a password may be in the middle of its rotation.
+        if wait_s == 0 or (error is not None and hopeless(error) and not self._completed_one):
             return None
         if error is not None and str(error) != self._warned:
             self._warned = str(error)
