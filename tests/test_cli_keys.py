@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import re
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -127,3 +129,12 @@ def test_a_bad_name_exits_2_with_one_line_that_says_why_and_prints_no_keys(args:
     assert (done.code, done.out) == (2, "")
     assert complaint in done.err.splitlines()[-1]
     assert "Traceback" not in done.err
+
+
+def test_the_page_names_every_option_and_shows_what_is_really_printed() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    section = page.split("\n## keys\n")[1].split("\n## ")[0]
+    options = set(re.findall(r"--[a-z]+", command("keys", "--help").out)) - {"--help"}
+    assert {option for option in options if f"`{option}`" not in section} == set()
+    shown = section.split("```")[3].strip("\n").removesuffix("\n...")
+    assert command("keys", "billing").out.startswith(shown)
