@@ -224,7 +224,7 @@ async def test_a_driver_whose_rows_are_mappings_is_understood(database: FakeData
 # --- Callbacks
 
 
-@pytest.mark.parametrize("wrong", [None, 5, "print", object()], ids=repr)
+@pytest.mark.parametrize("wrong", [None, 5, "print", object()], ids=lambda value: type(value).__name__)
 @pytest.mark.parametrize("event", EVENTS)
 def test_a_callback_that_cannot_be_called_is_refused_at_once_and_by_name(event: str, wrong: object) -> None:
     lock = fake_lock(FakeDatabase())

@@ -698,7 +698,6 @@ async def test_a_cancelled_block_releases_the_lock(database: FakeDatabase, clock
         ({"dsn": None}, "dsn must be a string .*not NoneType"),
         ({"dsn": b"host=h"}, "dsn must be a string .*not bytes"),
     ],
-    ids=str,
 )
 def test_a_setting_that_cannot_work_is_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
