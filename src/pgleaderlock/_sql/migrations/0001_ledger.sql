@@ -375,11 +375,11 @@ $$;
 
 -- Moves the epoch of a role far ahead, for those who have restored a backup or lost commits: what was issued in the
 -- lost time is below it then. Not for run time. The leader notices at its next beat, and a successor waits as after a loss.
-CREATE FUNCTION pgleaderlock.advance_epoch(p_role text, p_namespace text, p_channel text) RETURNS bigint
+CREATE FUNCTION pgleaderlock.advance_epoch(
+    p_role text, p_namespace text, p_channel text, OUT old_epoch bigint, OUT new_epoch bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     found record;
-    advanced bigint;
 BEGIN
     SELECT l.key1, l.key2 INTO found FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role;
     IF NOT FOUND THEN
@@ -388,14 +388,14 @@ BEGIN
     PERFORM pg_advisory_xact_lock(pgleaderlock.fence_key(found.key1, found.key2));
     UPDATE pgleaderlock.terms t SET ended_at = clock_timestamp(), reason = 'superseded'
     WHERE t.namespace = p_namespace AND t.role = p_role AND t.ended_at IS NULL;
+    SELECT l.epoch INTO old_epoch FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role FOR UPDATE;
     UPDATE pgleaderlock.leaders l
     SET epoch = (l.epoch / 4294967296 + 1) * 4294967296, session_id = NULL, clean = false, ended = true
     WHERE l.namespace = p_namespace AND l.role = p_role
-    RETURNING l.epoch INTO advanced;
+    RETURNING l.epoch INTO new_epoch;
     INSERT INTO pgleaderlock.events (kind, namespace, role, epoch, detail)
-    VALUES ('advanced', p_namespace, p_role, advanced, 'by ' || session_user);
+    VALUES ('advanced', p_namespace, p_role, new_epoch, 'by ' || session_user);
     PERFORM pg_notify(p_channel, 'advanced');
-    RETURN advanced;
 END
 $$;
 
@@ -403,16 +403,23 @@ $$;
 -- this transaction ends; refuses an epoch that is no longer current. A plain read would be a hole above READ COMMITTED,
 -- where it sees the snapshot of the transaction's beginning: FOR SHARE fails there (40001) if the epoch has changed.
 -- Leaves a note in the transaction for the triggers of fenced tables; they do not trust it, they fence again.
-CREATE FUNCTION pgleaderlock.fence(p_role text, p_epoch bigint, p_namespace text DEFAULT 'pgleaderlock') RETURNS void
+-- `p_holder`, if given, must be who won that epoch here: two databases may have issued the same number.
+CREATE FUNCTION pgleaderlock.fence(
+    p_role text, p_epoch bigint, p_namespace text DEFAULT 'pgleaderlock', p_holder text DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     key bigint;
     latest bigint;
+    holder text;
 BEGIN
+    IF current_setting('transaction_read_only') = 'on' THEN
+        RAISE EXCEPTION 'a read-only transaction cannot be fenced: it writes nothing' USING ERRCODE = '25006';
+    END IF;
     SELECT pgleaderlock.fence_key(l.key1, l.key2) INTO key
     FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role;
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'role % has never been led in namespace %', p_role, p_namespace USING ERRCODE = 'PGL01';
+        RAISE EXCEPTION 'role % has never been led in namespace % of this database', p_role, p_namespace
+            USING ERRCODE = 'PGL01', HINT = 'Above READ COMMITTED: not before this transaction took its snapshot.';
     END IF;
     PERFORM pg_advisory_xact_lock_shared(key);
     IF current_setting('transaction_isolation') IN ('read committed', 'read uncommitted') THEN
@@ -422,6 +429,14 @@ BEGIN
     END IF;
     IF latest IS DISTINCT FROM p_epoch THEN
         RAISE EXCEPTION 'epoch % of role % is stale: the current one is %', p_epoch, p_role, latest USING ERRCODE = 'PGL02';
+    END IF;
+    IF p_holder IS NOT NULL THEN
+        SELECT t.holder_identity INTO holder FROM pgleaderlock.terms t
+        WHERE t.namespace = p_namespace AND t.role = p_role AND t.epoch = p_epoch;
+        IF holder <> p_holder THEN
+            RAISE EXCEPTION 'epoch % of role % was won by % in this database, not by %', p_epoch, p_role, holder, p_holder
+                USING ERRCODE = 'PGL05', HINT = 'Connect to the database that elected the leader.';
+        END IF;
     END IF;
     PERFORM set_config('pgleaderlock.fenced_' || to_hex(key), p_epoch::text, true);
 END
@@ -439,7 +454,7 @@ BEGIN
     IF FOUND THEN
         claimed := nullif(current_setting('pgleaderlock.fenced_' || to_hex(key), true), '');
     END IF;
-    IF claimed IS NULL THEN
+    IF claimed IS NULL OR claimed !~ '^[0-9]{1,18}$' THEN
         RAISE EXCEPTION 'a write to %.% must be fenced for role %', TG_TABLE_SCHEMA, TG_TABLE_NAME, TG_ARGV[0]
             USING ERRCODE = 'PGL04', HINT = 'Call pgleaderlock.fence(role, epoch) in this transaction first.';
     END IF;
@@ -449,7 +464,8 @@ END
 $$;
 
 -- Fences a table and each of its partitions: a write to a partition itself does not pass the parent's trigger. Runs
--- with the rights of its caller, who must own the table. Call it again after adding a partition.
+-- with the rights of its caller, who must own the table. Call it again after adding a partition: a trigger that is
+-- there is replaced in place, so readers are not blocked, and no moment passes without it. Answers how many were fenced.
 CREATE FUNCTION pgleaderlock.fence_table(p_table regclass, p_role text, p_namespace text DEFAULT 'pgleaderlock') RETURNS integer
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -464,16 +480,19 @@ BEGIN
         )
         SELECT t.relid::regclass FROM tree t JOIN pg_class c ON c.oid = t.relid WHERE c.relkind IN ('r', 'p', 'f')
     LOOP
-        EXECUTE format('DROP TRIGGER IF EXISTS %I ON %s', name, part);
         EXECUTE format(
-            'CREATE TRIGGER %I BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s '
+            'CREATE OR REPLACE TRIGGER %I BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s '
             'FOR EACH STATEMENT EXECUTE FUNCTION pgleaderlock.check_fence(%L, %L)', name, part, p_role, p_namespace);
         parts := parts + 1;
     END LOOP;
+    IF parts = 0 THEN
+        RAISE EXCEPTION '% is not a table: fence the tables below it', p_table USING ERRCODE = '42809';
+    END IF;
     RETURN parts;
 END
 $$;
 
+-- Takes it off again, from whatever carries it for this role. Answers from how many.
 CREATE FUNCTION pgleaderlock.unfence_table(p_table regclass, p_role text, p_namespace text DEFAULT 'pgleaderlock') RETURNS integer
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -486,9 +505,9 @@ BEGIN
             SELECT p_table::oid AS relid
             UNION SELECT i.inhrelid FROM pg_inherits i JOIN tree ON tree.relid = i.inhparent
         )
-        SELECT t.relid::regclass FROM tree t JOIN pg_class c ON c.oid = t.relid WHERE c.relkind IN ('r', 'p', 'f')
+        SELECT t.relid::regclass FROM tree t JOIN pg_trigger g ON g.tgrelid = t.relid AND g.tgname = name
     LOOP
-        EXECUTE format('DROP TRIGGER IF EXISTS %I ON %s', name, part);
+        EXECUTE format('DROP TRIGGER %I ON %s', name, part);
         parts := parts + 1;
     END LOOP;
     RETURN parts;
