@@ -379,13 +379,13 @@ CREATE FUNCTION pgleaderlock.advance_epoch(
     p_role text, p_namespace text, p_channel text, OUT old_epoch bigint, OUT new_epoch bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    found record;
+    keys record;
 BEGIN
-    SELECT l.key1, l.key2 INTO found FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role;
+    SELECT l.key1, l.key2 INTO keys FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'role % is not known in namespace %', p_role, p_namespace USING ERRCODE = 'PGL01';
     END IF;
-    PERFORM pg_advisory_xact_lock(pgleaderlock.fence_key(found.key1, found.key2));
+    PERFORM pg_advisory_xact_lock(pgleaderlock.fence_key(keys.key1, keys.key2));
     UPDATE pgleaderlock.terms t SET ended_at = clock_timestamp(), reason = 'superseded'
     WHERE t.namespace = p_namespace AND t.role = p_role AND t.ended_at IS NULL;
     SELECT l.epoch INTO old_epoch FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role FOR UPDATE;
