@@ -41,6 +41,8 @@ COMMANDS = {
     "status": LazyCommand("pgleaderlock.cli.status:status", "Show who holds a lock."),
     "keys": LazyCommand("pgleaderlock.cli.keys:keys", "Show the keys of a name, and the query for them."),
     "doctor": LazyCommand("pgleaderlock.cli.doctor:doctor", "Check a database for what would break the promise."),
+    "migrate": LazyCommand("pgleaderlock.cli.migrate:migrate", "Create or upgrade the ledger's tables."),
+    "epoch": LazyCommand("pgleaderlock.cli.epoch:epoch", "Move a role's epoch ahead after a restore."),
     "demo": LazyCommand("pgleaderlock.cli.demo:demo", "Watch three nodes elect a leader and survive its death."),
 }
 

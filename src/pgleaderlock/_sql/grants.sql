@@ -1,0 +1,29 @@
+-- Everything that a run-time role needs, and nothing more. {role} is replaced by the quoted name of the role. It reads
+-- the ledger and calls functions that check who is asking; it never writes to a table, and advances no epoch by hand.
+
+-- name: grants
+-- Not granted: advance_epoch (an operator's remedy) and history and fence_key (used inside only).
+GRANT USAGE ON SCHEMA pgleaderlock TO {role};
+GRANT SELECT ON ALL TABLES IN SCHEMA pgleaderlock TO {role};
+GRANT EXECUTE ON FUNCTION
+    pgleaderlock.open_session,
+    pgleaderlock.beat,
+    pgleaderlock.bump,
+    pgleaderlock.end_term,
+    pgleaderlock.close_session,
+    pgleaderlock.note_eviction,
+    pgleaderlock.request_step_down,
+    pgleaderlock.finish_request,
+    pgleaderlock.fence
+TO {role}
+
+-- name: grants_fence_only
+-- For a role that writes behind the fence and never leads itself.
+GRANT USAGE ON SCHEMA pgleaderlock TO {role};
+GRANT EXECUTE ON FUNCTION pgleaderlock.fence TO {role}
+
+-- name: grants_table_owner
+-- For a role that owns tables and fences them: the functions run with its own rights, and a trigger's function must be
+-- executable by whoever creates the trigger.
+GRANT USAGE ON SCHEMA pgleaderlock TO {role};
+GRANT EXECUTE ON FUNCTION pgleaderlock.fence_table, pgleaderlock.unfence_table, pgleaderlock.check_fence TO {role}

@@ -1,0 +1,272 @@
+"""Creates and upgrades the ledger: any number of nodes may do so at once, and each version is applied once.
+
+Each migration is one file and one transaction, under an advisory lock: whoever comes second finds it done. Nothing is
+ever half applied, and an unknown, newer ledger is left alone. The library serves a ledger one version older and one
+newer than its own, so that nodes can be upgraded one after the other.
+
+Imports psycopg, `_refusals`, `_conninfo`, `_sql`, `keys` and `errors`. Must never drop or overwrite what it has not
+made.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.rows import dict_row
+
+from pgleaderlock._conninfo import CONNECT_TIMEOUT_S, Dsn, check_dsn, resolve, scrub
+from pgleaderlock._refusals import connect_error, safe_cause, standby_error
+from pgleaderlock._sql import statement
+from pgleaderlock.errors import ConfigurationError, ConnectionError, SchemaError, UnsafeSessionError
+from pgleaderlock.keys import key_pair, key_params
+
+__all__ = ["LEDGER_VERSION", "advance_epoch", "check_schema", "migrate", "pending", "sql"]
+
+LEDGER_VERSION = 1
+VERSION_MIN = 140000
+# Longer than the wait for another node's migration (60 s, in migrate_lock).
+TIMEOUT_S = 120.0
+NAME_BYTES_MAX = 63
+
+# Locks of users have other namespaces, unless they ask for this very one.
+_LOCK = key_pair("migrate", "pgleaderlock ledger")
+_RUN_MIGRATE = "run `pgleaderlock migrate` on this database"
+
+
+async def migrate(dsn: Dsn, *, grant_to: str | None = None) -> list[int]:
+    """Bring the ledger to this library's version; answers which versions were applied now.
+
+    `grant_to` names a role that is given what it needs at run time. Raises `SchemaError` when this role may not do
+    that, or when the ledger is newer than this library can serve; nothing is changed then.
+    """
+    grants = None if grant_to is None else _grants(grant_to)
+    applied: list[int] = []
+    async with _connected(dsn) as conn:
+        for version in _todo(await _looked(conn)):
+            async with conn.transaction():
+                await _row(conn, "migrate_lock", key_params(_LOCK))
+                # Read again: another node may have been at it while we waited.
+                if version in _todo(await _looked(conn)):
+                    await _apply(conn, version)
+                    applied.append(version)
+        if grants is not None:
+            async with conn.transaction():
+                await _row(conn, "migrate_lock", key_params(_LOCK))
+                await _grant(conn, grants)
+    return applied
+
+
+async def pending(dsn: Dsn) -> list[int]:
+    """The versions that `migrate` would apply now."""
+    async with _connected(dsn) as conn:
+        return _todo(await _looked(conn), only_look=True)
+
+
+async def advance_epoch(dsn: Dsn, role: str, *, namespace: str, channel: str) -> tuple[int, int]:
+    """Move a role's epoch far ahead, after a restore or a lost commit; answers the old and the new one.
+
+    Waits for fenced transactions to end, up to 10 s. For operators: a run-time role may not do this.
+    """
+    key_pair(role, namespace)  # what cannot be a role's name is refused like everywhere else
+    async with _connected(dsn) as conn:
+        seen = await _looked(conn)
+        check_schema(seen["version"])
+        async with conn.transaction():
+            await _row(conn, "epoch_patience", {})
+            row = await _row(conn, "epoch_advance", {"role": role, "namespace": namespace, "channel": channel})
+    return row["old_epoch"], row["new_epoch"]
+
+
+def check_schema(version: int | None) -> None:
+    """Raise `SchemaError` unless this library can serve a ledger of this version; None is a missing one."""
+    if version is None:
+        raise SchemaError(f"there is no ledger in this database: {_RUN_MIGRATE}")
+    if version < LEDGER_VERSION - 1:
+        raise SchemaError(f"the ledger's version is {version}, and this library needs {LEDGER_VERSION}: {_RUN_MIGRATE}")
+    if version > LEDGER_VERSION + 1:
+        raise SchemaError(
+            f"the ledger's version is {version}, and this library serves {LEDGER_VERSION + 1} at most: "
+            "upgrade the library on this node"
+        )
+
+
+def sql(*, grant_to: str | None = None) -> str:
+    """Everything that `migrate` would do to an empty database, as text for a DBA's own hands."""
+    lock = statement("migrate_lock").decode() % key_params(_LOCK)
+    parts = []
+    for version, text in sorted(_migrations().items()):
+        parts.append(
+            f"-- pgleaderlock: the ledger, version {version}.\n\nBEGIN;\n{lock};\n\n{text.strip()}\n\nCOMMIT;\n"
+        )
+    if grant_to is not None:
+        parts.append(f"-- pgleaderlock: what a role needs at run time.\n\nBEGIN;\n{_grants(grant_to)};\nCOMMIT;\n")
+    return "\n".join(parts)
+
+
+# --- What there is, and what is to be done
+
+
+@cache
+def _migrations() -> dict[int, str]:
+    found: dict[int, str] = {}
+    for entry in files("pgleaderlock._sql").joinpath("migrations").iterdir():
+        if entry.name.endswith(".sql"):
+            version = int(entry.name.partition("_")[0])
+            if version in found:
+                raise ValueError(f"two migrations have the number {version}")
+            found[version] = entry.read_text(encoding="utf-8")
+    return found
+
+
+async def _looked(conn: psycopg.AsyncConnection[Any]) -> dict[str, Any]:
+    seen = await _row(conn, "migrate_look", {})
+    seen["version"] = (await _row(conn, "migrate_version", {}))["version"] if seen["has_ledger"] else None
+    return seen
+
+
+def _todo(seen: Mapping[str, Any], *, only_look: bool = False) -> list[int]:
+    """The versions to apply, or a `SchemaError` that says why they cannot be."""
+    version = seen["version"] or 0
+    if version > LEDGER_VERSION:
+        check_schema(version)
+        return []  # one newer: another node has been upgraded before this one, and this one still serves
+    todo = [number for number in sorted(_migrations()) if number > version]
+    if not todo or only_look:
+        return todo
+    if seen["in_recovery"]:
+        raise standby_error()
+    if seen["owner"] is None and not seen["may_create"]:
+        raise SchemaError(
+            f"role {seen['role']!r} may not create a schema in database {seen['database']!r}: "
+            "run `pgleaderlock migrate` as the database's owner, or give `pgleaderlock migrate --print` to your DBA"
+        )
+    # Whoever owns the schema may replace what is in it, so it must not belong to a stranger.
+    if seen["owner"] is not None and not seen["is_owner"]:
+        raise SchemaError(
+            f"the schema pgleaderlock belongs to role {seen['owner']}, and this is {seen['role']!r}: "
+            f"run `pgleaderlock migrate` as {seen['owner']}"
+        )
+    return todo
+
+
+async def _apply(conn: psycopg.AsyncConnection[Any], version: int) -> None:
+    try:
+        await conn.execute(_migrations()[version].encode())
+    except psycopg.Error as error:
+        if error.sqlstate is None:  # the connection is gone: what happened is not the schema's fault
+            raise
+        raise SchemaError(f"migration {version} failed, and nothing of it was applied: {_text(error)}") from error
+
+
+def _grants(role: str) -> str:
+    size = len(role.encode(errors="replace"))
+    if not 1 <= size <= NAME_BYTES_MAX or "\0" in role or not _is_utf8(role):
+        raise ConfigurationError(f"what to grant to must be the name of a role, of 1 to {NAME_BYTES_MAX} bytes")
+    quoted = '"' + role.replace('"', '""') + '"'
+    return statement("grants").decode().replace("{role}", quoted)
+
+
+def _is_utf8(text: str) -> bool:
+    return text.encode(errors="ignore").decode() == text
+
+
+async def _grant(conn: psycopg.AsyncConnection[Any], grants: str) -> None:
+    seen = await _looked(conn)
+    check_schema(seen["version"])
+    if not seen["acts_for_owner"]:  # a GRANT without the right to it may be a mere warning
+        raise SchemaError(
+            f"the ledger belongs to role {seen['owner']}, and {seen['role']!r} may not grant anything on it: "
+            f"run this as {seen['owner']}"
+        )
+    try:
+        await conn.execute(grants.encode())
+    except psycopg.errors.UndefinedObject as error:
+        raise SchemaError(f"{_text(error)}: create the role first (CREATE ROLE … LOGIN)") from error
+    except psycopg.errors.UndefinedFunction as error:
+        raise SchemaError(f"the ledger is not the one this library knows ({_text(error)})") from error
+
+
+# --- The connection
+
+
+@contextlib.asynccontextmanager
+async def _connected(dsn: Dsn) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    """A plain connection, which may go through a pooler: all that matters happens in one transaction each."""
+    params: dict[str, str] = {}
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            check_dsn(dsn)
+            params = _params(await resolve(dsn))
+            async with await _connect(params) as conn:
+                yield conn
+    except TimeoutError:
+        raise ConnectionError(f"the server did not answer within {TIMEOUT_S:g} s") from None
+    except psycopg.Error as error:
+        raise _explained(error, params) from safe_cause(error, params)
+
+
+async def _connect(params: Mapping[str, str]) -> psycopg.AsyncConnection[Any]:
+    try:
+        conn = await psycopg.AsyncConnection.connect(
+            "",
+            autocommit=True,
+            prepare_threshold=None,
+            cursor_factory=psycopg.AsyncClientCursor,
+            row_factory=dict_row,
+            **params,  # type: ignore[arg-type]  # every value is text, which is one of the accepted types
+        )
+    except psycopg.Error as error:
+        raise connect_error(error, params) from safe_cause(error, params)
+    # What the DBA chose as a default would let us read what was true before the lock, or write nothing.
+    await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+    await conn.set_read_only(False)
+    if conn.pgconn.server_version < VERSION_MIN:
+        await conn.close()
+        raise UnsafeSessionError(
+            "version", f"PostgreSQL {conn.pgconn.server_version // 10000} is too old for pgleaderlock: use 14 or newer"
+        )
+    return conn
+
+
+def _params(dsn: str) -> dict[str, str]:
+    check_dsn(dsn)
+    given = {key: str(value) for key, value in conninfo_to_dict(dsn.strip()).items() if value is not None}
+    ours = {
+        "application_name": os.environ.get("PGAPPNAME") or "pgleaderlock migrate",
+        "connect_timeout": os.environ.get("PGCONNECT_TIMEOUT") or str(CONNECT_TIMEOUT_S),
+    }
+    if "," in given.get("host", "") + given.get("hostaddr", ""):
+        ours["target_session_attrs"] = "primary"
+    return {**ours, **given}
+
+
+async def _row(conn: psycopg.AsyncConnection[Any], name: str, params: Mapping[str, object]) -> dict[str, Any]:
+    row = await (await conn.execute(statement(name), params)).fetchone()
+    return dict(row) if row is not None else {}
+
+
+_EXPLAINED = {
+    "42501": "this role may not do that: see the GRANTs in docs/ledger.md",
+    "42883": f"the ledger is older than this library: {_RUN_MIGRATE}",
+    "55P03": "another session has held the lock for too long: look for it in pg_locks, then run this again",
+    "25006": "the server takes no writes: connect to the primary",
+}
+
+
+def _explained(error: psycopg.Error, params: Mapping[str, str]) -> SchemaError | ConnectionError:
+    text = scrub(_text(error), params)
+    if error.sqlstate in _EXPLAINED:
+        return SchemaError(f"{text}; {_EXPLAINED[error.sqlstate]}")
+    if error.sqlstate == "PGL01":
+        return SchemaError(text)
+    return ConnectionError(f"the database failed: {text}")
+
+
+def _text(error: psycopg.Error) -> str:
+    return " ".join((error.diag.message_primary or str(error)).split())
