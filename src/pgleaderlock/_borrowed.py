@@ -9,8 +9,11 @@ Imports `_session` for the types, `_sql`, `errors`, `keys` and the standard libr
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+import psycopg
 
 from pgleaderlock._conninfo import CONNECT_TIMEOUT_S
 from pgleaderlock._session import SessionIdentity
@@ -46,9 +49,13 @@ class BorrowedSession:
             raise ConnectionError(f"connect_fn did not return within {CONNECT_TIMEOUT_S} s")
         try:
             connection = opening.result()
+        except ConnectionError:
+            raise
         except Exception as error:
-            raise ConnectionError(f"connect_fn failed: {error}") from error
-        if getattr(connection, "closed", None) is not False:
+            # The text is not ours: a parser's error may quote the DSN, those of the network and the server do not.
+            told = isinstance(error, OSError | psycopg.OperationalError)
+            raise ConnectionError(f"connect_fn failed: {error if told else type(error).__name__}") from error
+        if getattr(connection, "closed", True):
             raise ConnectionError("connect_fn returned a closed connection: it must return an open one, in autocommit")
         return cls(connection, timeout_s)
 
@@ -69,7 +76,8 @@ class BorrowedSession:
         return False
 
     async def lost(self) -> ConnectionError:
-        return await asyncio.get_running_loop().create_future()  # nothing watches the socket: only a probe can tell
+        never: asyncio.Future[ConnectionError] = asyncio.get_running_loop().create_future()
+        return await never  # nothing watches the socket: only a probe can tell
 
     async def close(self) -> None:
         with contextlib.suppress(Exception):
@@ -96,7 +104,14 @@ class BorrowedSession:
 
 
 async def _awaited(connect_fn: Callable[[], Awaitable[Any]]) -> Any:
-    return await connect_fn()
+    opened: Any = connect_fn()
+    if inspect.isawaitable(opened):
+        return await opened
+    if hasattr(opened, "close"):
+        closing = opened.close()
+        if inspect.isawaitable(closing):
+            await closing
+    raise ConnectionError("connect_fn must be an async function that returns an open connection")
 
 
 def _forsake(opening: "asyncio.Future[Any]") -> None:

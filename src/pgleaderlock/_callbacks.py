@@ -74,12 +74,16 @@ class Dispatcher:
 
     async def drained(self) -> None:
         """Return once everything emitted before this call has run."""
-        if self._task is None or self._task.done() or not (self._queue or self._arrived.is_set()):
+        if self._task is None or not (self._queue or self._arrived.is_set()):
             return
         barrier: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append(barrier)
         self._arrived.set()
-        await barrier
+        waited: list[asyncio.Future[None]] = [barrier, self._task]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not barrier.done():
+            # The dispatcher was cancelled with everything else, as at the end of asyncio.run: tell the rest from here.
+            await self._run_queue()
 
     def inside(self) -> bool:
         """Is the caller itself a callback? It must then not wait for what comes after it."""
@@ -105,14 +109,17 @@ class Dispatcher:
     async def _run(self) -> None:
         while True:
             await self._arrived.wait()
-            while self._queue:
-                entry = self._queue.popleft()
-                if isinstance(entry, asyncio.Future):
-                    if not entry.done():
-                        entry.set_result(None)
-                else:
-                    await self._call_all(*entry)
+            await self._run_queue()
             self._arrived.clear()
+
+    async def _run_queue(self) -> None:
+        while self._queue:
+            entry = self._queue.popleft()
+            if isinstance(entry, asyncio.Future):
+                if not entry.done():
+                    entry.set_result(None)
+            else:
+                await self._call_all(*entry)
 
     async def _call_all(self, event: str, args: tuple[object, ...]) -> None:
         for callback in self._registry.of(event):

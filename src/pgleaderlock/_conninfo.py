@@ -7,6 +7,7 @@ ours, unless it would break a promise: then it is refused, before anything is op
 Imports psycopg's parser, `errors` and the standard library only. No text made here may contain a password.
 """
 
+import inspect
 import os
 import shlex
 import socket
@@ -47,6 +48,8 @@ class ConnectionSettings:
     lease_s: float
     """T: the server drops the session of a leader that has been silent for this long."""
     allow_pooler: bool = False
+    idle_timeout_s: float = 0.0
+    """The lease from the beginning, for a session that is never silent; 0: it begins with the lock."""
 
 
 async def resolve(dsn: Dsn) -> str:
@@ -54,7 +57,7 @@ async def resolve(dsn: Dsn) -> str:
     if isinstance(dsn, str):
         return dsn
     given = dsn()
-    text = given if isinstance(given, str) else await given
+    text = await given if inspect.isawaitable(given) else given
     if not isinstance(text, str):
         raise ConfigurationError(f"the DSN callable returned {type(text).__name__}: it must return a string")
     return text
@@ -109,17 +112,20 @@ def scrub(text: str, params: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=32)  # parsed when the lock is made, and again at each connect
 def _parsed(dsn: str, environment_options: str) -> Mapping[str, str]:
+    if "\0" in dsn:
+        raise ConfigurationError("the DSN has a NUL character in it: remove it")
     try:
         params = {key: str(value) for key, value in conninfo_to_dict(dsn.strip()).items() if value is not None}
-    except psycopg.Error:
+    except (psycopg.Error, UnicodeError):
         # libpq's own text quotes pieces of what it could not parse, and a piece may be the password.
         raise ConfigurationError(
             "the DSN cannot be parsed: write postgresql://user:password@host:5432/database or "
             "'host=… dbname=…', with special characters of the password percent-encoded (@ as %40, / as %2F)"
         ) from None
-    if "@" in params.get("host", ""):
+    stray_at = "@" in params.get("host", "") or ("@" in params.get("dbname", "") and "%40" not in dsn)
+    if stray_at and dsn.strip().startswith(("postgresql://", "postgres://")):
         raise ConfigurationError(
-            "the DSN's host contains '@': the password has an unescaped '@' in it, write that as %40"
+            "the DSN has an '@' or '/' in its password: write them as %40 and %2F, or they end the password early"
         )
     if params.get("target_session_attrs") in _STANDBY_ATTRS:
         raise ConfigurationError(
@@ -141,6 +147,7 @@ def _options(settings: ConnectionSettings) -> str:
     keepalive_s = min(settings.lease_s, KEEPALIVE_S_MAX)
     values = {
         **REQUIRED,
+        "idle_session_timeout": str(int(settings.idle_timeout_s * 1000)),
         "statement_timeout": str(statement_ms),
         "lock_timeout": str(statement_ms),
         "idle_in_transaction_session_timeout": str(lease_ms),

@@ -7,7 +7,6 @@ Imports `_fsm`, `_callbacks`, `retry`, `models`, `_clock`, `_logging` and the st
 """
 
 import asyncio
-import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +15,8 @@ from pgleaderlock._callbacks import Dispatcher
 from pgleaderlock._clock import Clock
 from pgleaderlock._fsm import Action, Input, Rules, Transition, step
 from pgleaderlock._logging import StructuredLogger
-from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.models import LockState, RetryContext
-from pgleaderlock.retry import RetryStrategy, reconnect_jitter_s
+from pgleaderlock.retry import RetryStrategy, checked_delay_s, reconnect_jitter_s
 
 __all__ = ["Driver"]
 
@@ -56,7 +54,10 @@ class Driver:
         self._left_leader = left_leader
         self._attempt = 0
         self._cycle_began = 0.0
-        self._next_change: asyncio.Future[Transition] | None = None
+        self._next_change: asyncio.Future[None] | None = None
+        self.term = 0
+        """Counts the terms of this run, so that a late request can tell its own from the next one."""
+        self.last_input = Input.START
 
     @property
     def stopping(self) -> bool:
@@ -70,6 +71,7 @@ class Driver:
         """Apply one input: the state changes first, then what needs no I/O is done, in the table's order."""
         transition = step(self.state, input_, self._rules)
         self.state = transition.target
+        self.last_input = input_
         if error is not None:
             self.last_error = error
         if input_ is Input.START:
@@ -87,19 +89,25 @@ class Driver:
         if self.due_at is not None:
             self.due_at = self._clock.now()
 
-    def next_change(self) -> "asyncio.Future[Transition]":
-        """Resolves at the next change of state. Shared by all who wait: shield it."""
+    def next_change(self) -> "asyncio.Future[None]":
+        """Resolves at the next change of state, or when `nudge` is called. Shared by all who wait: shield it."""
         if self._next_change is None or self._next_change.done():
             self._next_change = asyncio.get_running_loop().create_future()
         return self._next_change
 
     def _announce(self, transition: Transition) -> None:
         self._log.info("state_change", from_=transition.source.value, to=transition.target.value)
+        if transition.target is LockState.LEADER:
+            self.term += 1
         if transition.source is LockState.LEADER:
             self._left_leader()
         self._dispatcher.emit("on_state_change", transition.source, transition.target)
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Whoever waits for a change should look again, though the state is the same."""
         if self._next_change is not None and not self._next_change.done():
-            self._next_change.set_result(transition)
+            self._next_change.set_result(None)
 
     def _carry_out(self, action: Action, error: Exception | None) -> None:
         """Everything but what needs the database: open, close, try, probe, reacquire and unlock are the owner's."""
@@ -157,11 +165,8 @@ class Driver:
 
     def _next_delay_s(self, context: RetryContext) -> float | None:
         try:
-            delay_s = self._strategy.next_delay_s(context)
-            if delay_s is not None and not (math.isfinite(delay_s) and delay_s >= 0):
-                raise ConfigurationError(f"the retry strategy returned {delay_s!r}: give seconds, or None to give up")
+            return checked_delay_s(self._strategy.next_delay_s(context))
         except Exception as error:
             self._log.error("retry_strategy_failed", exc_info=error, error=error)
             self._dispatcher.emit("on_error", error)
             return FALLBACK_DELAY_S
-        return delay_s

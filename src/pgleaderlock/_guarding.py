@@ -23,6 +23,7 @@ __all__ = [
     "must_roll_back",
     "not_acquired",
     "not_fit",
+    "not_held",
     "remember",
     "take_params",
 ]
@@ -98,6 +99,10 @@ def not_fit(in_recovery: bool) -> DatabaseError:
     result = DatabaseError(str(error))
     result.__cause__ = error
     return result
+
+
+def not_held(name: str) -> LockError:
+    return LockError(f"the server says that leadership of {name!r} was not held by this session")
 
 
 def failed(what: str, error: Exception) -> DatabaseError:

@@ -128,6 +128,11 @@ class Lifecycle:
         """Wait for nobody any longer: cut the connection, which frees the lock."""
         self._requests.ask(force=True)
 
+    def force_release(self, term: int) -> None:
+        """The same for one term; nothing if that is over already."""
+        if self.driver.term == term and self.driver.state in (LockState.LEADER, LockState.RELEASING):
+            self.force()
+
     def inside_work(self) -> bool:
         """Is the caller a callback or a running work? It must not wait for an end that waits for it."""
         return self.dispatcher.inside() or self.works.inside()
@@ -155,8 +160,7 @@ class Lifecycle:
     def finish(self) -> None:
         """Called when the task has ended: one that was cancelled before its first turn has run nothing at all."""
         if self.driver.state is not LockState.STOPPED:
-            self.driver.request_stop()
-            self.driver.feed(Input.STOP_REQUESTED)
+            self._walk_to_stopped()
             self.dispatcher.cancel()
 
     async def _next_input(self) -> Outcome:
@@ -195,15 +199,19 @@ class Lifecycle:
 
     async def _end_at_once(self) -> None:
         """The task was cancelled, usually because the whole program ends: leave nothing held, and say so."""
-        self.driver.request_stop()
         await self._close_session()
-        if self.driver.state is not LockState.RELEASING and self.driver.state is not LockState.STOPPED:
-            self.driver.feed(Input.STOP_REQUESTED)
-        if self.driver.state is LockState.RELEASING:
-            self.driver.feed(Input.RELEASE_SUCCEEDED)
+        self._walk_to_stopped()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await self.dispatcher.drained()
+
+    def _walk_to_stopped(self) -> None:
+        """By the table, from wherever we are; without a connection a release has succeeded."""
+        self.driver.request_stop()
+        if self.driver.state not in (LockState.RELEASING, LockState.STOPPED):
+            self.driver.feed(Input.STOP_REQUESTED)
+        if self.driver.state is LockState.RELEASING:
+            self.driver.feed(Input.RELEASE_SUCCEEDED)
 
     # --- The activities, one for each state
 
@@ -311,9 +319,12 @@ class Lifecycle:
     def _trust(self, sent_at: float) -> None:
         """Believe the answer, from before its question was sent. One that comes too late is no answer."""
         self._probe_sent_at = sent_at
+        regained = self._clock.now() >= self.trusted_until
         self.trusted_until = sent_at + self._settings.trust_s
         if self._clock.now() >= self.trusted_until:
             raise ConnectionError(f"the answer came later than {self._settings.trust_s:g} s after its question")
+        if regained:
+            self.driver.nudge()  # `is_leader` has become True again without a change of state
 
     async def _unlock_when_quiet(self) -> None:
         quiet = asyncio.ensure_future(self._quiet())
@@ -383,7 +394,8 @@ class Lifecycle:
                 news = self._requests.news()
                 if enough():
                     break
-                await asyncio.wait([task, news], return_when=asyncio.FIRST_COMPLETED)
+                either: list[asyncio.Future[Any]] = [task, news]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             raise _Interrupted

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import psycopg
 
 from pgleaderlock._conninfo import scrub
-from pgleaderlock.errors import ConnectionError, UnsafeSessionError
+from pgleaderlock.errors import ConnectionError, LockError, PgLeaderLockError, SchemaError, UnsafeSessionError
 
-__all__ = ["connect_error", "lock_table_full", "pooler_error", "safe_cause", "standby_error"]
+__all__ = ["connect_error", "pooler_error", "safe_cause", "standby_error", "statement_error"]
 
 
 def connect_error(error: psycopg.Error, params: Mapping[str, str]) -> ConnectionError:
@@ -23,6 +23,18 @@ def connect_error(error: psycopg.Error, params: Mapping[str, str]) -> Connection
     if "out of shared memory" in text:
         return ConnectionError(f"cannot connect: {lock_table_full(text)}")
     return ConnectionError(f"cannot connect: {text}")
+
+
+def statement_error(name: str, error: Exception, text: str) -> PgLeaderLockError:
+    """What a failed statement is called; `text` is what the server said, without secrets."""
+    sqlstate = getattr(error, "sqlstate", None)
+    if sqlstate == "53200":  # out_of_memory: for us it is always the shared lock table
+        return LockError(lock_table_full(text))
+    if sqlstate in ("42P01", "3F000", "42883"):  # undefined table, schema, function
+        return SchemaError(f"the ledger is missing or too old ({text}): run `pgleaderlock migrate` on this database")
+    if sqlstate == "42501":  # insufficient_privilege
+        return SchemaError(f"this database role may not use the ledger ({text}): see the GRANTs in docs/ledger.md")
+    return ConnectionError(f"{name!r} failed: {text}")
 
 
 def lock_table_full(detail: str) -> str:

@@ -34,9 +34,15 @@ from pgleaderlock._conninfo import (
     resolve,
     scrub,
 )
-from pgleaderlock._refusals import connect_error, lock_table_full, pooler_error, safe_cause, standby_error
+from pgleaderlock._refusals import connect_error, pooler_error, safe_cause, standby_error, statement_error
 from pgleaderlock._sql import statement
-from pgleaderlock.errors import ConfigurationError, ConnectionError, LockError, UnsafeSessionError
+from pgleaderlock.errors import (
+    ConfigurationError,
+    ConnectionError,
+    LockError,
+    PgLeaderLockError,
+    UnsafeSessionError,
+)
 from pgleaderlock.keys import KeyPair, key_params
 
 __all__ = ["DedicatedSession", "Session", "SessionIdentity"]
@@ -45,7 +51,6 @@ VERSION_MIN = 140000
 SEVER_TIMEOUT_S = 1.0
 ZOMBIE_WAIT_MS = 1000
 POOL_CHECK_TIMEOUT_S = 1.0
-SQLSTATE_OUT_OF_MEMORY = "53200"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +116,18 @@ class DedicatedSession:
         self._deadlock_timeout_s = 1.0
         self._watched_fd = os.dup(connection.pgconn.socket)
         self.identity: SessionIdentity | None = None
+        self.warnings: list[str] = []
+        """What the server warned of during the last statement; a cancelled wait for a standby is only a warning."""
         _descriptors_of[self] = (connection.pgconn.socket, self._watched_fd)
-        connection.add_notice_handler(self._remember_fatal)
+        connection.add_notice_handler(self._remember_notice)
 
     # --- Opening
 
     @classmethod
     async def open(cls, dsn: Dsn, settings: ConnectionSettings) -> "DedicatedSession":
         """Connect, or raise `ConnectionError` with a text that names the remedy and no secret."""
-        params: dict[str, str] = {}
+        params = connect_params(await _resolved(dsn), settings)
         try:
-            params = connect_params(await resolve(dsn), settings)
             async with asyncio.timeout(_patience_s(params)):
                 connection = await psycopg.AsyncConnection.connect(
                     "",
@@ -135,9 +141,7 @@ class DedicatedSession:
             raise connect_error(error, params) from safe_cause(error, params)
         except TimeoutError:
             raise ConnectionError(f"the server did not answer within {_patience_s(params):g} s") from None
-        except ConfigurationError:
-            raise
-        except Exception as error:  # the user's own DSN callable, or a resolver that fails in its own way
+        except Exception as error:  # a resolver that fails in its own way
             raise ConnectionError(f"cannot connect: {scrub(str(error), params)}") from safe_cause(error, params)
         session = cls(connection, params, settings)
         try:
@@ -162,14 +166,14 @@ class DedicatedSession:
             await self._set_up_behind_pooler()
 
     async def _set_up_behind_pooler(self) -> None:
-        row = await self._run("set_up_pooled", **self._timeouts_ms())
-        self._backend_pid = row["backend_pid"]
+        self._backend_pid = (await self._run("same_backend"))["backend_pid"]
         if await self._backend_is_shared():
             raise UnsafeSessionError(
                 "pooler",
                 "the pooler hands one server session to several clients (pool_mode transaction or statement), where a "
                 "lock excludes nobody: use pool_mode=session or connect to PostgreSQL itself",
             )
+        await self._run("set_up_pooled", **self._timeouts_ms())
 
     async def _backend_is_shared(self) -> bool:
         """Does a second client of the pooler, inside a transaction, get the backend that is ours?
@@ -267,9 +271,23 @@ class DedicatedSession:
         )
         return bool(row.get("ended"))
 
+    async def verify(self) -> None:
+        """Refuse a session on which a lock would exclude nobody, before any lock is asked for."""
+        row = await self._run("diagnose")
+        if row["backend_pid"] != self._backend_pid or row["in_recovery"] or self._wrong_settings(row):
+            await self.close()
+            raise self._refusal(row)
+        self._deadlock_timeout_s = _seconds(row["deadlock_timeout"])
+
     async def _run(self, name: str, **params: object) -> dict[str, Any]:
-        """One statement, one simple-query message, one row; anything else ends the session."""
+        """The first row of a statement; an empty one if there is none."""
+        rows = await self.rows(name, **params)
+        return rows[0] if rows else {}
+
+    async def rows(self, name: str, **params: object) -> list[dict[str, Any]]:
+        """One named statement, one simple-query message; anything but its rows ends the session."""
         self._unwatch()
+        self.warnings.clear()
         if self._loss.done():
             raise self._loss.result()
         timeout_s = self._settings.statement_timeout_s
@@ -280,7 +298,7 @@ class DedicatedSession:
             if not done:
                 await self._abandon(inner)
                 raise self._lose(ConnectionError(f"the server did not answer {name!r} within {timeout_s:g} s"))
-            row = inner.result()
+            rows = inner.result()
         except ConnectionError:
             raise
         except Exception as error:
@@ -293,17 +311,16 @@ class DedicatedSession:
             await self._abandon(inner)
             raise
         self._watch()
-        return row
+        return rows
 
-    async def _execute(self, name: str, params: Mapping[str, object]) -> dict[str, Any]:
+    async def _execute(self, name: str, params: Mapping[str, object]) -> list[dict[str, Any]]:
         cursor = self._connection.cursor()
         await cursor.execute(statement(name), params)
         while cursor.nextset():
             pass
-        row = await cursor.fetchone()
-        return row if row is not None else {}
+        return await cursor.fetchall()
 
-    async def _abandon(self, inner: "asyncio.Future[dict[str, Any]]") -> None:
+    async def _abandon(self, inner: "asyncio.Future[list[dict[str, Any]]]") -> None:
         _sever(self._connection)
         if not inner.done():
             await asyncio.wait([inner], timeout=SEVER_TIMEOUT_S)
@@ -346,33 +363,41 @@ class DedicatedSession:
             self._unwatch()
             self._lose(ConnectionError(f"the session has ended: {self._last_fatal or 'the connection is broken'}"))
 
-    def _lose(self, error: ConnectionError | LockError) -> ConnectionError | LockError:
+    def _lose(self, error: PgLeaderLockError) -> PgLeaderLockError:
         if not self._loss.done():
             self._loss.set_result(error if isinstance(error, ConnectionError) else ConnectionError(str(error)))
         return error
 
-    def _remember_fatal(self, diagnostic: psycopg.errors.Diagnostic) -> None:
+    def _remember_notice(self, diagnostic: psycopg.errors.Diagnostic) -> None:
         if diagnostic.severity_nonlocalized in ("FATAL", "PANIC"):
             self._last_fatal = diagnostic.message_primary
+        elif diagnostic.severity_nonlocalized == "WARNING":
+            self.warnings.append(diagnostic.message_primary or "a warning without a text")
 
     # --- What went wrong
 
     def _timeouts_ms(self) -> dict[str, int]:
         return {
             "lease_ms": max(1, int(self._settings.lease_s * 1000)),
+            "idle_timeout_ms": int(self._settings.idle_timeout_s * 1000),
             "statement_timeout_ms": max(1, int(self._settings.statement_timeout_s * 1000)),
         }
 
-    def _statement_error(self, name: str, error: Exception) -> ConnectionError | LockError:
-        text = scrub(self._last_fatal or str(error), self._params)
-        if getattr(error, "sqlstate", None) == SQLSTATE_OUT_OF_MEMORY:
-            return LockError(lock_table_full(text))
-        return ConnectionError(f"{name!r} failed: {text}")
+    def _statement_error(self, name: str, error: Exception) -> PgLeaderLockError:
+        return statement_error(name, error, scrub(self._last_fatal or str(error), self._params))
+
+    def _wrong_settings(self, row: Mapping[str, Any]) -> str:
+        required = {**REQUIRED, "idle_session_timeout": self._settings.idle_timeout_s}
+        return ", ".join(
+            f"{name}={row[name]}"
+            for name, wanted in required.items()
+            if (_seconds(row[name]) if isinstance(wanted, float) else row[name]) != wanted
+        )
 
     def _refusal(self, row: Mapping[str, Any]) -> UnsafeSessionError:
         if row["in_recovery"]:
             return standby_error()
-        wrong = ", ".join(f"{name}={row[name]}" for name in REQUIRED if row[name] != REQUIRED[name])
+        wrong = self._wrong_settings(row)
         if row["backend_pid"] != self._backend_pid or not wrong:
             return pooler_error("the server session behind this connection is not ours alone")
         return UnsafeSessionError(
@@ -392,6 +417,19 @@ def _seconds(setting: str) -> float:
     """A time as `current_setting` shows it: `500ms`, `1s`, `2min`."""
     match = re.fullmatch(r"(\d+)(us|ms|s|min|h|d)?", setting)
     return float(match[1]) * _UNITS_S[match[2] or "ms"] if match else 1.0
+
+
+async def _resolved(dsn: Dsn) -> str:
+    """The DSN as text; a callable that fails or hangs is named, but never quoted: its text may hold the secret."""
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            return await resolve(dsn)
+    except ConfigurationError:
+        raise
+    except TimeoutError:
+        raise ConnectionError(f"the DSN callable did not return within {CONNECT_TIMEOUT_S} s") from None
+    except Exception as error:
+        raise ConnectionError(f"the DSN callable failed with {type(error).__name__}") from None
 
 
 def _patience_s(params: Mapping[str, str]) -> float:

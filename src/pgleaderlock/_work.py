@@ -1,12 +1,15 @@
 """The coroutines that run because this node leads: started in a term, cancelled when it ends, waited for.
 
 A work stays on the list until it has really ended, whatever happens to the caller who waits for it: the lock is not
-released while one of them is running. Imports the standard library only.
+released while one of them is running. Imports `errors` and the standard library only.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+from pgleaderlock.errors import ConfigurationError
 
 __all__ = ["Works"]
 
@@ -20,7 +23,7 @@ class Works:
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Task[T] | None":
         """Run one work to its end; None if it was interrupted and did not fail at that."""
-        task = asyncio.ensure_future(work())
+        task = asyncio.create_task(_called(work), name="pgleaderlock work")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
@@ -48,3 +51,11 @@ class Works:
     def inside(self) -> bool:
         """Is the caller itself one of them?"""
         return asyncio.current_task() in self._running
+
+
+async def _called(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Inside the task, so that what the call itself raises is treated like what the coroutine raises."""
+    coroutine = work()
+    if not inspect.isawaitable(coroutine):
+        raise ConfigurationError(f"lead takes an async function; this one returned {type(coroutine).__name__} at once")
+    return await coroutine

@@ -37,7 +37,7 @@ from pgleaderlock.errors import (
 )
 from pgleaderlock.keys import DEFAULT_NAMESPACE, KeyPair, key_pair, key_params
 from pgleaderlock.models import RetryContext
-from pgleaderlock.retry import RetryStrategy, reconnect_jitter_s
+from pgleaderlock.retry import RetryStrategy, checked_delay_s, reconnect_jitter_s
 
 __all__ = [
     "LeadershipGuard",
@@ -63,6 +63,8 @@ class _Backing(Protocol):
 
     @property
     def closed(self) -> bool: ...
+    @property
+    def holding(self) -> bool: ...
     async def unlock(self, *, abandon: bool) -> None: ...
     async def check(self) -> bool: ...
     async def lost(self) -> None: ...
@@ -97,7 +99,13 @@ class LeadershipGuard:
             self._backing = None
             await backing.close()
             raise DatabaseError(f"leadership of {self.name!r} was lost before it was released: its session has ended")
-        await backing.unlock(abandon=abandon)
+        try:
+            await backing.unlock(abandon=abandon)
+        except PgLeaderLockError:
+            if not backing.holding:  # not refused, but over: there is nothing left to release
+                self._backing = None
+                await backing.close()
+            raise
         self._backing = None
         await backing.close()
 
@@ -170,7 +178,7 @@ async def acquire_leadership_with_retry(
     When the policy gives up (None), the last reason is raised: `LockNotAcquired` or `DatabaseError`. Cancelling it
     leaves nothing held. The guard's connection is probed, has a lease at the server, and is closed by `release()`.
     """
-    if not isinstance(policy, RetryStrategy):
+    if isinstance(policy, type) or not isinstance(policy, RetryStrategy):
         raise ConfigurationError("policy needs a method next_delay_s(ctx): see pgleaderlock.retry")
     seeker = _Seeker(dsn, name, namespace, allow_pooler=allow_pooler)
     policy = policy.copy() if hasattr(policy, "copy") else policy
@@ -188,7 +196,8 @@ async def acquire_leadership_with_retry(
             except ConnectionError as failure:
                 error = failure
             reason = None if isinstance(error, LockNotAcquired) else error
-            delay_s = policy.next_delay_s(RetryContext(attempt, seeker.clock.now() - began, reason))
+            _log.info("attempt_failed", lock=name, attempt=attempt, error=error)
+            delay_s = checked_delay_s(policy.next_delay_s(RetryContext(attempt, seeker.clock.now() - began, reason)))
             if delay_s is None:
                 raise error if isinstance(error, LockNotAcquired) else DatabaseError(str(error)) from error
             if reason is not None:
@@ -237,19 +246,28 @@ def _settle(future: "asyncio.Future[None]") -> None:
 class _OnConnection:
     def __init__(self, conn: psycopg.AsyncConnection[Any], name: str, keys: KeyPair) -> None:
         self._conn, self._name, self._keys = conn, name, keys
-        self._hung_up = False
+        self._denied = False
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def closed(self) -> bool:
-        return self._hung_up or self._conn.closed
+        return self._ended.done() or self._conn.closed
+
+    @property
+    def holding(self) -> bool:
+        return not self.closed and not self._denied
 
     async def unlock(self, *, abandon: bool) -> None:
         if guarding.must_roll_back(self._conn, abandon=abandon):
-            await self._conn.rollback()
+            try:
+                await self._conn.rollback()
+            except psycopg.Error as error:
+                raise guarding.failed("rolling back", error) from error
         guarding.check_releasable(self._conn, self._name)
         row = await _decisive(self._conn, "releasing the lock", "guard_unlock", key_params(self._keys))
         if not row[0]:
-            raise LockError(f"the server says that leadership of {self._name!r} was not held by this session")
+            self._denied = True
+            raise guarding.not_held(self._name)
 
     async def check(self) -> bool:
         row = await _ask(self._conn, "checking the lock", "guard_check", key_params(self._keys))
@@ -258,17 +276,16 @@ class _OnConnection:
     async def lost(self) -> None:
         loop = asyncio.get_running_loop()
         hangup = Hangup(self._conn.fileno())
-        heard: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(hangup.fileno(), _settle, heard)
+        loop.add_reader(hangup.fileno(), _settle, self._ended)
         try:
-            await heard
-            self._hung_up = True
+            await asyncio.shield(self._ended)
         finally:
             loop.remove_reader(hangup.fileno())
             hangup.close()
 
     async def close(self) -> None:
         guarding.forget(self._conn, self._keys)  # the connection is the caller's, and stays open
+        _settle(self._ended)
 
 
 async def _ask(conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]) -> tuple[Any, ...]:
@@ -368,6 +385,10 @@ class _OnSession:
     @property
     def closed(self) -> bool:
         return self._ended.done()
+
+    @property
+    def holding(self) -> bool:
+        return not self.closed
 
     async def unlock(self, *, abandon: bool) -> None:
         try:

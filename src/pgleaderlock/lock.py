@@ -23,6 +23,7 @@ from pgleaderlock._borrowed import BorrowedSession
 from pgleaderlock._callbacks import CallbackRegistry
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
+from pgleaderlock._fsm import Input
 from pgleaderlock._lifecycle import Lifecycle, LifecycleSettings
 from pgleaderlock._logging import get_logger
 from pgleaderlock._session import DedicatedSession, Session
@@ -94,7 +95,12 @@ class LeaderLock:
             _positive("reconnect_grace_s", reconnect_grace_s)
         if standby_wait_s != 0:
             _positive("standby_wait_s", standby_wait_s)
-        if retry_strategy is not None and not isinstance(retry_strategy, RetryStrategy):
+        for what, flag in (("auto_reacquire", auto_reacquire), ("allow_pooler", allow_pooler)):
+            if not isinstance(flag, bool):
+                raise ConfigurationError(f"{what} must be True or False, not {flag!r}")
+        if retry_strategy is not None and (
+            isinstance(retry_strategy, type) or not isinstance(retry_strategy, RetryStrategy)
+        ):
             raise ConfigurationError("retry_strategy needs a method next_delay_s(ctx): see pgleaderlock.retry")
         if shutdown_event is not None and not isinstance(shutdown_event, asyncio.Event):
             raise ConfigurationError(f"shutdown_event must be an asyncio.Event, not {type(shutdown_event).__name__}")
@@ -124,7 +130,6 @@ class LeaderLock:
         self._registry = CallbackRegistry()
         self._run: Lifecycle | None = None
         self._task: asyncio.Task[None] | None = None
-        self._relay: asyncio.Task[None] | None = None
         self._owner_pid = os.getpid()
 
     @classmethod
@@ -155,8 +160,8 @@ class LeaderLock:
         self._task = asyncio.create_task(run.run(), name="pgleaderlock lifecycle")
         self._task.add_done_callback(lambda _: run.finish())
         if self._shutdown_event is not None:
-            self._relay = asyncio.create_task(_relay(self._shutdown_event, run), name="pgleaderlock shutdown_event")
-            self._task.add_done_callback(self._end_relay)
+            relay = asyncio.create_task(_relay(self._shutdown_event, run), name="pgleaderlock shutdown_event")
+            self._task.add_done_callback(lambda _: relay.cancel())
 
     async def shutdown(self, timeout_s: float | None = None) -> None:
         """Release the lock, close the connection and end the task. Does nothing if the lock is not running.
@@ -195,11 +200,12 @@ class LeaderLock:
             run.ask_release()
         if run.inside_work():
             return
-        ended = asyncio.ensure_future(self._term_ended(run))
+        term = run.driver.term
+        ended = asyncio.ensure_future(self._term_ended(run, term))
         try:
             await asyncio.wait([ended], timeout=timeout_s)
             if not ended.done():
-                run.force()
+                run.force_release(term)
                 await asyncio.wait([ended], timeout=FORCED_END_S)
         finally:
             ended.cancel()
@@ -237,8 +243,9 @@ class LeaderLock:
             if task.cancelled() or task.exception() is not None:
                 await self.step_down()
             return task.result()
-        run = self._run
-        if run is not None and run.driver.stopping:
+        assert self._run is not None
+        driver = self._run.driver
+        if driver.stopping or driver.last_input is Input.RELEASE_SUCCEEDED:
             return None
         raise LockError(f"the lock has stopped by itself: {self.last_error or 'the retry strategy gave up'}")
 
@@ -324,12 +331,8 @@ class LeaderLock:
         )
         return await DedicatedSession.open(self._dsn, settings)
 
-    def _end_relay(self, _: "asyncio.Task[None]") -> None:
-        if self._relay is not None:
-            self._relay.cancel()
-
-    async def _term_ended(self, run: Lifecycle) -> None:
-        while run.driver.state in (LockState.LEADER, LockState.RELEASING):
+    async def _term_ended(self, run: Lifecycle, term: int) -> None:
+        while run.driver.term == term and run.driver.state in (LockState.LEADER, LockState.RELEASING):
             await asyncio.shield(run.driver.next_change())
 
 
@@ -352,8 +355,10 @@ def _positive(what: str, value: object) -> float:
     return float(value)
 
 
-def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not timeout_s >= 0:  # NaN fails this, too
+def _check_timeout(timeout_s: object) -> None:
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s >= 0:  # NaN, too
         raise ConfigurationError(f"timeout_s={timeout_s!r} is not usable: give a number of seconds, or None to wait")
 
 

@@ -14,7 +14,14 @@ from typing import Protocol, runtime_checkable
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.models import RetryContext
 
-__all__ = ["DecorrelatedJitter", "ExponentialBackoff", "FixedInterval", "RetryStrategy", "reconnect_jitter_s"]
+__all__ = [
+    "DecorrelatedJitter",
+    "ExponentialBackoff",
+    "FixedInterval",
+    "RetryStrategy",
+    "checked_delay_s",
+    "reconnect_jitter_s",
+]
 
 
 JITTER_S_MIN = 0.1
@@ -43,6 +50,8 @@ class ExponentialBackoff:
         _check_number("multiplier", self.multiplier, at_least=1.0)
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:
+        if self.base_s == 0:
+            return 0.0
         try:
             delay_s = self.base_s * self.multiplier ** (ctx.attempt - 1)
         except OverflowError:  # after a thousand doublings the power no longer fits a float
@@ -90,6 +99,19 @@ class DecorrelatedJitter:
         return f"DecorrelatedJitter(base_s={self.base_s}, max_s={self.max_s})"
 
 
+def checked_delay_s(delay_s: object) -> float | None:
+    """What a strategy has returned, or a `ConfigurationError` if that is no delay."""
+    if delay_s is None:
+        return None
+    try:
+        _check_number("delay", delay_s, at_least=0.0)
+    except ConfigurationError:
+        raise ConfigurationError(
+            f"the retry strategy returned {delay_s!r}: it must return seconds, or None to give up"
+        ) from None
+    return float(delay_s)  # type: ignore[arg-type]  # a number, as was just checked
+
+
 def reconnect_jitter_s(delay_s: float, rng: random.Random) -> float:
     """What a reconnect waits on top of its delay, at random, so that a restarted database is not stormed.
 
@@ -108,5 +130,9 @@ def _check_bounds(base_s: float, max_s: float) -> None:
 def _check_number(what: str, value: object, *, at_least: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigurationError(f"{what} must be a number, not {type(value).__name__}")
-    if not math.isfinite(value) or value < at_least:
+    try:
+        usable = math.isfinite(value) and value >= at_least
+    except OverflowError:  # an integer beyond every float
+        usable = False
+    if not usable:
         raise ConfigurationError(f"{what}={value} is not usable: give a finite number, {at_least:g} or more")

@@ -13,7 +13,7 @@ from pgleaderlock import _guarding as guarding
 from pgleaderlock._hangup import Hangup
 from pgleaderlock._logging import get_logger
 from pgleaderlock._sql import statement
-from pgleaderlock.errors import DatabaseError, LockError, PgLeaderLockError
+from pgleaderlock.errors import DatabaseError, PgLeaderLockError
 from pgleaderlock.keys import DEFAULT_NAMESPACE, KeyPair, key_pair, key_params
 
 __all__ = ["LeadershipGuard", "acquire_leadership"]
@@ -81,13 +81,24 @@ class LeadershipGuard:
         if not self.held:
             self._forget(conn)
             raise DatabaseError(f"leadership of {self.name!r} was lost before it was released: its session has ended")
-        if guarding.must_roll_back(conn, abandon=abandon):
-            conn.rollback()
-        guarding.check_releasable(conn, self.name)
-        row = _decisive(conn, "releasing the lock", "guard_unlock", key_params(self.key))
-        if not row[0]:
-            raise LockError(f"the server says that leadership of {self.name!r} was not held by this session")
+        try:
+            if guarding.must_roll_back(conn, abandon=abandon):
+                conn.rollback()
+            guarding.check_releasable(conn, self.name)
+            row = _decisive(conn, "releasing the lock", "guard_unlock", key_params(self.key))
+        except psycopg.Error as error:
+            self._forget_if_closed(conn)
+            raise guarding.failed("rolling back", error) from error
+        except DatabaseError:
+            self._forget_if_closed(conn)
+            raise
         self._forget(conn)
+        if not row[0]:
+            raise guarding.not_held(self.name)
+
+    def _forget_if_closed(self, conn: psycopg.Connection[Any]) -> None:
+        if conn.closed:
+            self._forget(conn)
 
     def _forget(self, conn: psycopg.Connection[Any]) -> None:
         self._conn = None

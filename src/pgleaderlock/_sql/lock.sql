@@ -42,7 +42,8 @@ SELECT pg_backend_pid() AS backend_pid,
        pg_is_in_recovery() AS in_recovery,
        current_setting('idle_session_timeout') AS idle_session_timeout,
        current_setting('default_transaction_isolation') AS default_transaction_isolation,
-       current_setting('default_transaction_read_only') AS default_transaction_read_only
+       current_setting('default_transaction_read_only') AS default_transaction_read_only,
+       current_setting('deadlock_timeout') AS deadlock_timeout
 
 -- name: identify
 -- The first probe of a term also asks which backend this is, so that exactly it can be ended should it become a zombie.
@@ -51,8 +52,7 @@ SELECT pg_backend_pid() AS backend_pid,
 
 -- name: set_up_pooled
 -- What the startup packet does without a pooler. A pooler in session mode keeps these for as long as we are connected.
-SELECT pg_backend_pid() AS backend_pid,
-       set_config('idle_session_timeout', '0', false),
+SELECT set_config('idle_session_timeout', %(idle_timeout_ms)s::text, false),
        set_config('statement_timeout', %(statement_timeout_ms)s::text, false),
        set_config('lock_timeout', %(statement_timeout_ms)s::text, false),
        set_config('idle_in_transaction_session_timeout', %(lease_ms)s::text, false),
@@ -60,7 +60,7 @@ SELECT pg_backend_pid() AS backend_pid,
        set_config('default_transaction_read_only', 'off', false)
 
 -- name: same_backend
--- Asked on a second connection, inside a transaction: does the pooler hand out the first one's backend?
+-- Asked on the first connection, and on a second one inside a transaction: does the pooler hand out the same backend?
 SELECT pg_backend_pid() AS backend_pid
 
 -- name: wait_for_lock

@@ -146,8 +146,10 @@ $$;
 
 -- One heartbeat a node, whatever the number of roles. `p_settled` names the roles whose predecessor has been waited
 -- out since the last beat: the chain of waits ends there. Answers how many roles this session leads, and the sum of
--- their epochs, so that a leader whose epoch was taken from it notices. A session that is not the caller's is refused.
-CREATE FUNCTION pgleaderlock.beat(p_session_id bigint, p_settled text[], OUT beat bigint, OUT roles bigint, OUT epochs numeric)
+-- their epochs, so that a leader whose epoch was taken from it notices; and what was asked of it from afar. A session
+-- that is not the caller's is refused.
+CREATE FUNCTION pgleaderlock.beat(
+    p_session_id bigint, p_settled text[], OUT beat bigint, OUT roles bigint, OUT epochs numeric, OUT requests jsonb)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     UPDATE pgleaderlock.sessions s SET beat = s.beat + 1, last_heartbeat = clock_timestamp()
@@ -164,6 +166,10 @@ BEGIN
     END IF;
     SELECT count(*), coalesce(sum(l.epoch), 0) INTO beat.roles, beat.epochs
     FROM pgleaderlock.leaders l WHERE l.session_id = p_session_id AND NOT l.ended;
+    SELECT jsonb_agg(jsonb_build_object('request_id', r.request_id, 'role', r.role)) INTO beat.requests
+    FROM pgleaderlock.requests r
+    JOIN pgleaderlock.leaders l ON l.namespace = r.namespace AND l.role = r.role
+    WHERE r.done_at IS NULL AND r.kind = 'step_down' AND l.session_id = p_session_id AND NOT l.ended;
 END
 $$;
 
@@ -193,6 +199,9 @@ BEGIN
         RAISE EXCEPTION 'session % is not recorded for this backend', p_session_id USING ERRCODE = 'PGL03';
     END IF;
     SELECT h.system_identifier, h.timeline INTO here FROM pgleaderlock.history() h;
+    -- A grant counts as a beat: whoever saw this session lead the role before must not take that for a look at this term.
+    UPDATE pgleaderlock.sessions s SET beat = s.beat + 1, last_heartbeat = clock_timestamp()
+    WHERE s.session_id = p_session_id;
 
     -- Entitled is who holds the lock, under a name that is alone with its key.
     SELECT array_agg(a.role) INTO entitled

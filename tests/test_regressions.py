@@ -1,7 +1,4 @@
-"""Claims that do not hold yet. Not collected; run with `python -m pytest tests/_found_bugs.py`.
-
-Each moves to the file named above it once the source keeps it.
-"""
+"""Defects of the lock that were found once, and stay found."""
 
 import asyncio
 import traceback

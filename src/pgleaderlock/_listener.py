@@ -1,0 +1,60 @@
+"""Listens for wake-ups on a connection of its own. What it hears is a hint and never a fact.
+
+A lost notification costs one tick, a forged or flooding one a tick too many. It is a second connection because a
+listener that is stopped under a flood of notifications would never look idle to the server, and its lease never fire.
+
+Imports psycopg, `_conninfo`, `_sql`, `_clock`, `_logging` and the standard library.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+
+import psycopg
+from psycopg import sql
+
+from pgleaderlock._clock import Clock
+from pgleaderlock._conninfo import ConnectionSettings, Dsn, connect_params, resolve
+from pgleaderlock._logging import StructuredLogger
+from pgleaderlock._sql import statement
+from pgleaderlock.retry import reconnect_jitter_s
+
+__all__ = ["listen"]
+
+RETRY_S_MIN, RETRY_S_MAX = 0.5, 5.0
+
+
+async def listen(
+    dsn: Dsn,
+    settings: ConnectionSettings,
+    channel: str,
+    wake: Callable[[], None],
+    *,
+    clock: Clock,
+    rng: random.Random,
+    log: StructuredLogger,
+) -> None:
+    """Call `wake` at every notification, for ever. Without the connection the election still works, only slower."""
+    delay_s = RETRY_S_MIN
+    while True:
+        try:
+            params = connect_params(await resolve(dsn), settings)
+            connection = await psycopg.AsyncConnection.connect("", autocommit=True, **params)  # type: ignore[arg-type]
+        except Exception as error:
+            log.debug("listen_failed", error=type(error).__name__)
+        else:
+            try:
+                text = statement("ledger_listen").decode().format(channel=sql.Identifier(channel).as_string(None))
+                await connection.execute(text.encode())
+                delay_s = RETRY_S_MIN
+                wake()  # whatever was said while nobody listened
+                async for _ in connection.notifies():
+                    wake()
+            except psycopg.Error as error:
+                log.debug("listen_lost", error=type(error).__name__)
+            finally:
+                with contextlib.suppress(Exception):
+                    await asyncio.shield(connection.close())
+        await clock.sleep(delay_s + reconnect_jitter_s(delay_s, rng))
+        delay_s = min(delay_s * 2, RETRY_S_MAX)

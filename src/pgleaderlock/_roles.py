@@ -1,0 +1,105 @@
+"""One role of an election on this node: its keys, its place in the table, its gate, and what was seen of its holder.
+
+The rule by which a successor may act lives here (`opens_at`), and nowhere else; it is the one of the model in
+`tests/gate_model.py`. Imports `_driver`, `gate`, `ledger`, `_work`, `models`, `keys` and the standard library. No I/O.
+"""
+
+from dataclasses import dataclass
+
+from pgleaderlock._driver import Driver
+from pgleaderlock._work import Works
+from pgleaderlock.gate import LeaderGate
+from pgleaderlock.keys import KeyPair
+from pgleaderlock.ledger import Bump, History, Look
+from pgleaderlock.models import LockState
+
+__all__ = ["LeaderInfo", "Role", "opens_at"]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderInfo:
+    """Who leads a role, as far as this node can see it in the ledger."""
+
+    role: str
+    epoch: int
+    holder_identity: str | None
+    node_id: str | None
+    unchanged_s: float
+    """How long this node has not seen a new heartbeat of the holder, on its own clock."""
+    stale: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """The holder's latest (session, beat), and when this node first saw it, on its own clock, after the reply."""
+
+    session_id: int
+    beat: int
+    first_seen: float
+    history: History
+
+
+class Role:
+    """What this node knows and does about one role. Used by the election's own task only, except for the gate."""
+
+    def __init__(self, name: str, keys: KeyPair, driver: Driver, gate: LeaderGate, works: Works) -> None:
+        self.name = name
+        self.keys = keys
+        self.driver = driver
+        self.gate = gate
+        self.works = works
+        self.sight: Sight | None = None
+        self.look: Look | None = None
+        self.holds_lock = False
+        """The lock is held at the server, whether its term has begun or not."""
+        self.settled_told = False
+        self.not_before = 0.0
+        self.release_asked = False
+        self.requests: list[int] = []
+        self.evicted: int | None = None
+        self.last_opens_at = 0.0
+
+    @property
+    def epoch(self) -> int | None:
+        return self.gate.current_epoch
+
+    @property
+    def in_term(self) -> bool:
+        """Leading by the ledger: the term has begun and has not ended."""
+        return self.driver.state in (LockState.LEADER, LockState.RELEASING)
+
+    def saw(self, look: Look, at: float, history: History) -> None:
+        """Remember who holds the role; `at` is the clock after the reply that showed it."""
+        self.look = look
+        if look.session_id is None or look.beat is None:
+            return
+        seen = self.sight
+        if seen is None or (seen.session_id, seen.beat, seen.history) != (look.session_id, look.beat, history):
+            self.sight = Sight(look.session_id, look.beat, at, history)
+
+    def unchanged_s(self, now: float) -> float:
+        return now - self.sight.first_seen if self.sight is not None else 0.0
+
+
+def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str, instant: bool) -> float:
+    """When the gate of a new term may open, on this node's clock; `won_at` is the clock after the bump's reply.
+
+    The predecessor may act until its deadline, which it counts from before it sent the last beat that was acknowledged.
+    Nobody has seen that beat earlier than it was sent, so whoever waits `wait_t` from its own first sight of it, with
+    `wait_t` longer than any G by more than clocks drift, acts later. One who has never looked, or looked at another
+    history of this database, counts from the win.
+    """
+    if instant or bump.prev_clean:
+        return won_at
+    if bump.prev_instance == own_instance:
+        # This very process led before, and its gate has been shut since: only what it was itself waiting for remains.
+        return max(won_at, role.last_opens_at)
+    seen = role.sight
+    first_seen = won_at
+    if seen is not None and (seen.session_id, seen.beat, seen.history) == (
+        bump.prev_session_id,
+        bump.prev_beat,
+        bump.history,
+    ):
+        first_seen = seen.first_seen
+    return max(won_at, first_seen + (bump.prev_wait_t or 0.0))

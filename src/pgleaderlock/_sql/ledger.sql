@@ -1,0 +1,70 @@
+-- The statements of an election's session. Each is one simple-query message.
+
+-- name: ledger_version
+-- Which version the ledger has; an error about a missing schema or table means that there is none.
+SELECT max(version) AS version FROM pgleaderlock.schema_version
+
+-- name: ledger_open
+-- Records this session. Commits of the ledger must be on disk before they are acknowledged: with synchronous_commit off,
+-- an epoch that had been handed out was issued again after a crash.
+SELECT o.session_id, o.system_identifier, o.timeline,
+       CASE WHEN current_setting('synchronous_commit') = 'off'
+            THEN set_config('synchronous_commit', 'on', false) END AS durable
+FROM pgleaderlock.open_session(
+    %(namespace)s, %(instance)s::uuid, %(node_id)s, %(host)s, %(os_pid)s, %(holder_identity)s,
+    %(gate_s)s, %(lease_s)s, %(candidate)s, %(library_version)s) o
+
+-- name: ledger_beat
+SELECT beat, roles, epochs, requests FROM pgleaderlock.beat(%(session_id)s, %(settled)s::text[])
+
+-- name: ledger_try_and_look
+-- One statement for all tries of a tick, and a look at who holds the rest. What is read here may be older than a grant
+-- of the same statement, so it never serves as the predecessor: that is read by the bump, a later statement. As a look
+-- it is safe: what it shows had been committed before the reply came. The try is evaluated once a row, never in a WHERE.
+WITH tried AS MATERIALIZED (
+    SELECT a.role, CASE WHEN a.wanted THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END AS granted
+    FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
+         AS a (role, key1, key2, wanted)
+)
+SELECT t.role, t.granted, l.epoch, l.session_id, l.ended, s.beat, s.holder_identity, s.node_id, s.lease_s,
+       s.backend_pid, extract(epoch FROM s.backend_start)::text AS backend_start
+FROM tried t
+LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
+LEFT JOIN pgleaderlock.sessions s ON s.session_id = l.session_id
+
+-- name: ledger_bump
+SELECT * FROM pgleaderlock.bump(
+    %(session_id)s, %(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wait_ms)s, %(channel)s)
+
+-- name: ledger_end_term
+SELECT end_term AS role FROM pgleaderlock.end_term(
+    %(session_id)s, %(roles)s::text[], %(epochs)s::bigint[], %(clean)s::boolean[], %(reason)s)
+
+-- name: ledger_unlock
+-- After the end of the term has been committed. The notification leaves with the commit, so the lock is free by then.
+SELECT a.role, pg_advisory_unlock(a.key1, a.key2) AS unlocked, pg_notify(%(channel)s, 'released')
+FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[]) AS a (role, key1, key2)
+
+-- name: ledger_owned
+-- Which roles this session still leads by the ledger: asked when a beat's sum does not agree.
+SELECT role, epoch FROM pgleaderlock.leaders WHERE session_id = %(session_id)s AND NOT ended
+
+-- name: ledger_evict
+-- Ends exactly the recorded session: its pid, its start, and only of this database role.
+SELECT pg_terminate_backend(a.pid, %(wait_ms)s) AS ended
+FROM pg_stat_get_activity(%(backend_pid)s) a
+WHERE extract(epoch FROM a.backend_start)::text = %(backend_start)s
+  AND a.usesysid = (SELECT oid FROM pg_roles WHERE rolname = current_user)
+
+-- name: ledger_note_eviction
+SELECT pgleaderlock.note_eviction(%(session_id)s, %(evicted_session_id)s) AS noted
+
+-- name: ledger_finish_request
+SELECT pgleaderlock.finish_request(%(session_id)s, %(request_id)s) AS finished
+
+-- name: ledger_close
+SELECT pgleaderlock.close_session(%(session_id)s) AS closed
+
+-- name: ledger_listen
+-- The channel is an identifier, so it is quoted by the caller.
+LISTEN {channel}

@@ -1,0 +1,271 @@
+"""The acting gate: may this node act for this role, now?
+
+Decided by the clock at the moment it is asked, never by "no error yet": a process that wakes from a long pause is
+refused before its event loop has run. A gate opens when its election says so, closes by itself at its deadline, and
+opens again when heartbeats resume in the same term. Any thread may ask; a forked child is always refused.
+
+What it does not promise: a side effect that was already on its way when the gate closed. For writes into the same
+database use the fence, which needs no clock at all.
+
+Imports `models`, `errors`, `_clock` and the standard library only. Knows nothing of sessions and SQL.
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pgleaderlock._clock import BOOT_CLOCK, Clock
+from pgleaderlock.errors import NotLeader
+from pgleaderlock.models import LeaderToken
+
+__all__ = ["LeaderGate"]
+
+NEVER = float("inf")
+
+_EXPLAINED = {
+    "disabled": "leader election is switched off on this node",
+    "vetoed": "the gate was disabled by this node itself: enable(token) lifts that",
+    "draining": "leadership is being given up: no new work is let in",
+    "never_led": "this node has not led the role yet",
+    "lost": "this node has lost leadership of the role",
+    "waiting": "this node leads, and waits until its predecessor can no longer act",
+    "late_heartbeat": "no heartbeat was acknowledged in time, so another node may lead by now",
+    "forked": "this process was forked from a leader, and leads nothing itself",
+}
+
+
+class _Opening(NamedTuple):
+    """When the gate is open, and for whom. One immutable value, read once: no half of it can be stale."""
+
+    opens_at: float
+    deadline: float
+    token: LeaderToken | None
+
+
+_SHUT = _Opening(NEVER, -NEVER, None)
+
+
+class LeaderGate:
+    """One role's gate. `require_leader()` before each act; `acting()` around work that a drain should wait for."""
+
+    def __init__(self, role: str, *, clock: Clock = BOOT_CLOCK) -> None:
+        self.role = role
+        self._clock = clock
+        self._now = clock.now
+        self._visible = _SHUT
+        self._term = _SHUT
+        self._closed_because = "never_led"
+        self._held_shut: set[str] = set()
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        _gates.add(self)
+
+    # --- Asked by whoever acts
+
+    @property
+    def is_leader(self) -> bool:
+        """May this node act now?"""
+        opens_at, deadline, _ = self._visible
+        return opens_at <= self._now() < deadline
+
+    @property
+    def current_epoch(self) -> int | None:
+        """The epoch of the term that this node is in, whether the gate is open or not; None when it leads nothing."""
+        token = self._term.token
+        return None if token is None else token.epoch
+
+    @property
+    def holder_identity(self) -> str | None:
+        token = self._term.token
+        return None if token is None else token.holder_identity
+
+    def require_leader(self) -> LeaderToken:
+        """The token of the current term, or `NotLeader` with the reason."""
+        opens_at, deadline, token = self._visible
+        if opens_at <= self._now() < deadline:
+            return token  # type: ignore[return-value]  # an opening always has its token
+        raise self._refusal()
+
+    def ensure_epoch(self, epoch: int) -> None:
+        """Raise `NotLeader` unless the gate is open for this very term: the check just before the act."""
+        token = self.require_leader()
+        if token.epoch != epoch:
+            raise NotLeader(
+                self.role,
+                "epoch_changed",
+                f"epoch {epoch} of {self.role!r} is over: this node now leads epoch {token.epoch}; begin the work anew",
+            )
+
+    @contextlib.contextmanager
+    def acting(self) -> Iterator[LeaderToken]:
+        """Count a piece of work as in flight: a drain waits for it. Raises `NotLeader` instead of beginning."""
+        with self._lock:  # between the question and the count, no drain may begin
+            token = self.require_leader()
+            self._in_flight += 1
+        try:
+            yield token
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+                self._wake()
+
+    async def wait_open(self, timeout_s: float | None = None) -> bool:
+        """True as soon as the gate is open; False when `timeout_s` is over first."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.is_leader:
+                    opens_at, deadline, _ = self._visible
+                    await self._changed_or_at(opens_at if opens_at < deadline else NEVER)
+        except TimeoutError:
+            return False
+        return True
+
+    def disable(self) -> None:
+        """Veto: nothing passes until `enable`. Leadership itself goes on."""
+        self._hold_shut("vetoed", shut=True)
+
+    def enable(self, token: LeaderToken) -> None:
+        """Lift the veto, for the term of this token. Never opens a gate that is shut for another reason."""
+        if token.epoch != self.current_epoch:
+            raise NotLeader(
+                self.role,
+                "epoch_changed",
+                f"epoch {token.epoch} of {self.role!r} is not the current one: nothing to lift",
+            )
+        self._hold_shut("vetoed", shut=False)
+
+    @property
+    def in_flight(self) -> int:
+        """How many pieces of work are between the beginning and the end of `acting()`."""
+        return self._in_flight
+
+    # --- Told by the election
+
+    def open(self, token: LeaderToken, opens_at: float, deadline: float) -> None:
+        """A new term. It may act from `opens_at` until `deadline`."""
+        with self._lock:
+            self._held_shut.discard("draining")
+            self._term = _Opening(opens_at, deadline, token)
+            self._publish()
+
+    def renew(self, deadline: float) -> None:
+        """A heartbeat was acknowledged. Never moves a deadline back, and never revives a term that is over."""
+        with self._lock:
+            opens_at, before, token = self._term
+            if token is not None and deadline > before:
+                self._term = _Opening(opens_at, deadline, token)
+                self._publish()
+
+    def close(self, reason: str = "lost") -> None:
+        """The term is over."""
+        with self._lock:
+            self._term = _SHUT
+            self._closed_because = reason
+            self._held_shut.discard("draining")
+            self._publish()
+
+    def drain(self) -> None:
+        """Let nothing new in; what is in flight goes on."""
+        self._hold_shut("draining", shut=True)
+
+    def switch_off(self) -> None:
+        """This node never acts for the role."""
+        self._hold_shut("disabled", shut=True)
+
+    @property
+    def opens_at(self) -> float:
+        return self._term.opens_at
+
+    @property
+    def deadline(self) -> float:
+        return self._term.deadline
+
+    @property
+    def token(self) -> LeaderToken | None:
+        """The token of the current term, open or not."""
+        return self._term.token
+
+    async def wait_idle(self) -> None:
+        """Return once nothing is in flight."""
+        while self._in_flight:
+            await self._changed_or_at(NEVER)
+
+    async def wait_closed(self, token: LeaderToken) -> None:
+        """Return once the gate is not open for this term any more."""
+        while self.is_leader and self._visible.token is token:
+            await self._changed_or_at(self._visible.deadline)
+
+    def shut_in_child(self) -> None:
+        self._lock = threading.Lock()  # the parent's may have been held by another thread at the fork
+        self._held_shut = {"forked"}
+        self._visible = _SHUT
+        self._waiting = []
+
+    # --- Inside
+
+    def _hold_shut(self, why: str, *, shut: bool) -> None:
+        with self._lock:
+            (self._held_shut.add if shut else self._held_shut.discard)(why)
+            self._publish()
+
+    def _publish(self) -> None:
+        self._visible = _SHUT if self._held_shut else self._term
+        self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for loop, future in waiting:
+            with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody waits there any more
+                loop.call_soon_threadsafe(_settle, future)
+
+    async def _changed_or_at(self, moment: float) -> None:
+        """Return at the next change, or when this moment has come on the clock, whichever is first."""
+        loop = asyncio.get_running_loop()
+        changed: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            self._waiting.append((loop, changed))
+        left_s = moment - self._now()
+        timer = asyncio.ensure_future(self._clock.sleep(max(0.0, left_s))) if left_s < NEVER else None
+        try:
+            await asyncio.wait([changed] if timer is None else [changed, timer], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if timer is not None:
+                timer.cancel()
+            changed.cancel()
+            with self._lock:
+                self._waiting = [entry for entry in self._waiting if entry[1] is not changed]
+
+    def _refusal(self) -> NotLeader:
+        now = self._now()
+        opens_at, deadline, token = self._term
+        for why in ("forked", "disabled", "vetoed", "draining"):
+            if why in self._held_shut:
+                return self._refused(why)
+        if token is None:
+            return self._refused(self._closed_because)
+        return self._refused("late_heartbeat" if now >= deadline else "waiting" if now < opens_at else "late_heartbeat")
+
+    def _refused(self, why: str) -> NotLeader:
+        return NotLeader(self.role, why, f"must not act as leader of {self.role!r}: {_EXPLAINED.get(why, why)}")
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+_gates: "weakref.WeakSet[LeaderGate]" = weakref.WeakSet()
+
+
+def _shut_in_child() -> None:
+    """In a forked child: whatever the parent may do, the child may not."""
+    for gate in list(_gates):
+        gate.shut_in_child()
+
+
+os.register_at_fork(after_in_child=_shut_in_child)
