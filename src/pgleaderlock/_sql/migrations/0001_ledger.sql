@@ -410,9 +410,12 @@ $$;
 
 -- The fence: called in the caller's own transaction, before what it writes. Holds the bump of a newer epoch back until
 -- this transaction ends; refuses an epoch that is no longer current. A plain read would be a hole above READ COMMITTED,
--- where it sees the snapshot of the transaction's beginning: FOR SHARE fails there (40001) if the epoch has changed.
+-- where it sees the snapshot of the transaction's beginning: FOR KEY SHARE fails there (40001) if the epoch has changed.
+-- The epoch is made part of a key for that: a stronger FOR SHARE would hold up the heartbeat that settles the term, and
+-- fail for every change of the row.
 -- Leaves a note in the transaction for the triggers of fenced tables; they do not trust it, they fence again.
 -- `p_holder`, if given, must be who won that epoch here: two databases may have issued the same number.
+CREATE UNIQUE INDEX leaders_epoch ON pgleaderlock.leaders (namespace, role, epoch);
 CREATE FUNCTION pgleaderlock.fence(
     p_role text, p_epoch bigint, p_namespace text DEFAULT 'pgleaderlock', p_holder text DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -434,7 +437,7 @@ BEGIN
     IF current_setting('transaction_isolation') IN ('read committed', 'read uncommitted') THEN
         SELECT l.epoch INTO latest FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role;
     ELSE
-        SELECT l.epoch INTO latest FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role FOR SHARE;
+        SELECT l.epoch INTO latest FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role FOR KEY SHARE;
     END IF;
     IF latest IS DISTINCT FROM p_epoch THEN
         RAISE EXCEPTION 'epoch % of role % is stale: the current one is %', p_epoch, p_role, latest USING ERRCODE = 'PGL02';
