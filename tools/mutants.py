@@ -1,0 +1,563 @@
+#!/usr/bin/env python
+"""Plants known defects into a copy of the source and shows that the tests catch each of them.
+
+A green suite proves little unless it turns red when a promise is broken. Each `Mutant` below breaks one promise in one
+way and names the tests that must notice. For every mutant the source is copied to a temporary folder, the defect is
+planted there, and just those tests run against the copy: at least one must fail. The same tests must pass on a copy
+without a defect, so that a test which fails anyway proves nothing here.
+
+    python tools/mutants.py                  all of them
+    python tools/mutants.py NAME …           these
+    python tools/mutants.py --list           what there is
+    python tools/mutants.py --skip-baseline  do not run the tests on the sound source first
+
+Exit code 1 if a mutant survives, if its text no longer applies (the code has moved on: adapt the mutant), or if a test
+fails on the sound source. The work tree is never changed. Imports the standard library only.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "pgleaderlock"
+# A mutant may well make a test hang; that counts as caught, but should not take the two minutes of the suite.
+TEST_TIMEOUT_S = 60
+RUN_TIMEOUT_S = 900
+PYTEST_FAILED = 1
+
+# Runs inside pytest: a mutant that is not what was imported would prove nothing.
+GUARD = """
+import os
+from pathlib import Path
+
+import pgleaderlock
+
+def pytest_configure(config):
+    copy = Path(os.environ["MUTANTS_COPY"])
+    if copy not in Path(pgleaderlock.__file__).resolve().parents:
+        raise RuntimeError(f"the tests would import {pgleaderlock.__file__}, which is not below {copy}")
+"""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replaces a text by another one: the only one in the file, or the first one behind `after`."""
+
+    file: str
+    old: str
+    new: str
+    after: str = ""
+
+    def apply(self, package: Path) -> None:
+        path = package / self.file
+        head, anchor, tail = path.read_text().partition(self.after) if self.after else ("", "", path.read_text())
+        found = tail.count(self.old)
+        if (self.after and not anchor) or found == 0 or (found > 1 and not self.after):
+            where = f" behind {self.after!r}" if self.after else ""
+            raise LookupError(f"{self.file} has {found} times{where}: {self.old!r}")
+        path.write_text(head + anchor + tail.replace(self.old, self.new, 1))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken promise, and the tests that must notice."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...]
+
+
+SQL, SESSION, LIFECYCLE, DRIVER, FSM = "_sql/lock.sql", "_session.py", "_lifecycle.py", "_driver.py", "_fsm.py"
+SCRIPTED = "tests/test_table_live.py::test_a_lock_in_a_scripted_world_follows_the_table"
+ON_POSTGRES = "tests/test_table_live.py::test_a_lock_on_postgresql_follows_the_table"
+
+MUTANTS = (
+    # --- The lock and the lease at the server
+    Mutant(
+        "late-grant-not-looked-for",
+        (Edit(SQL, "held := EXISTS (", "held := false AND EXISTS ("),),
+        ("tests/test_lease.py::test_a_slice_that_ends_as_it_is_granted_is_a_grant",),
+    ),
+    Mutant(
+        "late-grant-without-lease",
+        (
+            Edit(
+                SQL, "held := true;", "held := true; PERFORM set_config('idle_session_timeout', '%(lease_ms)s', false);"
+            ),
+            Edit(
+                SQL,
+                "        PERFORM set_config('idle_session_timeout', '%(lease_ms)s', false);\n    END IF;",
+                "    END IF;",
+            ),
+        ),
+        ("tests/test_lease.py::test_a_slice_that_ends_as_it_is_granted_is_a_grant",),
+    ),
+    Mutant(
+        "waited-grant-without-lease",
+        (Edit(SQL, "PERFORM set_config('idle_session_timeout', '%(lease_ms)s', false);", "NULL;"),),
+        (
+            "tests/test_lease.py::test_case_three_lock_and_lease_come_into_force_together",
+            "tests/test_lease.py::test_a_frozen_parked_waiter_does_not_keep_the_lock_it_is_granted",
+        ),
+    ),
+    Mutant(
+        "grant-without-lease",
+        (
+            Edit(
+                SQL,
+                "THEN set_config('idle_session_timeout', %(lease_ms)s::text, false)",
+                "THEN 'held'",
+                "-- name: take\n",
+            ),
+        ),
+        (
+            "tests/test_lease.py::test_case_three_lock_and_lease_come_into_force_together",
+            "tests/test_lease.py::test_a_frozen_leader_is_replaced_and_knows_it_at_its_first_instruction",
+        ),
+    ),
+    Mutant(
+        "pooled-grant-without-lease",
+        (
+            Edit(
+                SQL,
+                "THEN set_config('idle_session_timeout', %(lease_ms)s::text, false)",
+                "THEN 'held'",
+                "-- name: take_pooled\n",
+            ),
+        ),
+        ("tests/test_lease.py::test_behind_an_allowed_pooler_lock_and_lease_come_into_force_together",),
+    ),
+    Mutant(
+        "pooler-pid-check-off",
+        (Edit(SQL, "pg_backend_pid() = %(backend_pid)s", "true", "-- name: take\n"),),
+        ("tests/test_refusals.py::test_a_pooler_is_refused_whatever_its_mode_and_however_quiet_it_is",),
+    ),
+    Mutant(
+        "already-held-check-off",
+        (Edit(SQL, "WHERE locktype", "WHERE false AND locktype", "-- name: take_pooled\n"),),
+        ("tests/test_refusals.py::test_behind_an_allowed_pooler_two_clients_of_one_backend_never_both_lead",),
+    ),
+    Mutant(
+        "shared-pool-check-off",
+        (Edit(SESSION, "if await self._backend_is_shared():", "if False:"),),
+        ("tests/test_refusals.py::test_a_pool_that_shares_sessions_is_refused_even_when_poolers_are_allowed",),
+    ),
+    Mutant(
+        "pooled-probe-proves-nothing",
+        (Edit(SESSION, 'if not row["alive"]:', "if False:"),),
+        ("tests/test_refusals.py::test_a_probe_behind_an_allowed_pooler_asks_for_the_lock_itself",),
+    ),
+    Mutant(
+        "standby-check-off",
+        (
+            Edit(SESSION, 'if pgconn.parameter_status(b"in_hot_standby") == b"on":', "if False:"),
+            Edit(SQL, "AND NOT pg_is_in_recovery()", "", "-- name: take\n"),
+        ),
+        ("tests/test_refusals.py::test_a_standby_is_refused_and_a_list_of_hosts_finds_the_primary",),
+    ),
+    Mutant(
+        "standby-found-by-the-first-message-alone",
+        (Edit(SQL, "AND NOT pg_is_in_recovery()", "", "-- name: take\n"),),
+        ("tests/test_refusals.py::test_a_standby_is_refused_by_the_statement_itself",),
+    ),
+    Mutant(
+        "startup-options-not-sent",
+        (Edit("_conninfo.py", 'ours["options"] = f"{_options(settings)} {user_options}".strip()', "pass"),),
+        ("tests/test_refusals.py::test_the_dbas_timeouts_do_not_reach_our_session",),
+    ),
+    Mutant(
+        "settings-not-verified",
+        (Edit(SQL, "AND current_setting('idle_session_timeout') = '0'", "", "-- name: take\n"),),
+        ("tests/test_refusals.py::test_a_setting_that_was_changed_behind_our_back_is_refused",),
+    ),
+    Mutant(
+        "parameters-at-the-server",
+        (Edit(SESSION, "cursor_factory=psycopg.AsyncClientCursor", "cursor_factory=psycopg.AsyncCursor"),),
+        ("tests/test_lease.py::test_case_one_nothing_is_sent_but_whole_simple_queries",),
+    ),
+    Mutant(
+        "slices-as-long-as-the-wait",
+        (Edit(SESSION, "min(wait_s, self._deadlock_timeout_s / 2, self._settings.statement_timeout_s / 2)", "wait_s"),),
+        (
+            "tests/test_lease.py::test_an_idle_standby_writes_no_error_into_the_servers_log",
+            "tests/test_lease.py::test_a_parked_waiter_holds_no_snapshot_longer_than_a_slice",
+        ),
+    ),
+    # --- The session and its end
+    Mutant(
+        "connection-kept-after-a-timeout",
+        (
+            Edit(
+                SESSION,
+                "                await self._abandon(inner)\n"
+                '                raise self._lose(ConnectionError(f"the server did not answer',
+                '                raise (ConnectionError(f"the server did not answer',
+            ),
+            Edit(
+                LIFECYCLE,
+                "if Action.CLOSE in transition.actions:",
+                "if Action.CLOSE in transition.actions and not error:",
+            ),
+        ),
+        (
+            "tests/test_outages.py::test_a_frozen_server_costs_leadership_after_the_probes_timeout",
+            "tests/test_outages.py::test_a_lost_reply_to_the_winning_statement_leaves_no_lock_behind",
+        ),
+    ),
+    Mutant(
+        "statement-not-abandoned-after-a-timeout",
+        (
+            Edit(
+                SESSION,
+                "                await self._abandon(inner)\n                raise self._lose",
+                "                raise self._lose",
+            ),
+        ),
+        ("tests/test_leaks.py::test_a_statement_that_timed_out_leaves_no_task_and_no_descriptor",),
+    ),
+    Mutant(
+        "socket-not-watched",
+        (Edit(SESSION, "asyncio.get_running_loop().add_reader(self._watched_fd, self._readable)", "pass"),),
+        (
+            "tests/test_contenders.py::test_a_session_ended_by_the_server_is_noticed_at_the_socket",
+            "tests/test_outages.py::test_reset_and_half_closed_connections_are_noticed_without_a_probe",
+        ),
+    ),
+    Mutant(
+        "fork-handler-removed",
+        (Edit(SESSION, "os.register_at_fork(after_in_child=_let_go_in_child)", ""),),
+        ("tests/test_lease.py::test_a_forked_child_does_not_keep_the_session_and_leads_nothing",),
+    ),
+    Mutant(
+        "watch-survives-the-fork",
+        (Edit(SESSION, "(connection.pgconn.socket, self._watched_fd)", "(connection.pgconn.socket,) * 2"),),
+        ("tests/test_lease.py::test_a_forked_child_does_not_keep_the_session_and_leads_nothing",),
+    ),
+    Mutant(
+        "own-zombie-not-ended",
+        (Edit(LIFECYCLE, "if zombie is None or not await session.end_zombie(zombie):", "if True:"),),
+        ("tests/test_outages.py::test_a_cut_leader_ends_its_own_zombie_and_leads_again",),
+    ),
+    Mutant(
+        "zombie-known-by-pid-alone",
+        (Edit(SQL, "WHERE extract(epoch FROM backend_start)::text = %(zombie_start)s", "WHERE true"),),
+        ("tests/test_outages.py::test_a_backend_that_only_has_the_zombies_pid_is_left_alone",),
+    ),
+    # --- Trust
+    Mutant(
+        "probe-trusted-from-its-reply",
+        (Edit(LIFECYCLE, "self._trust(sent_at)", "self._trust(self._clock.now())", "async def _probe("),),
+        ("tests/test_lock_api.py::test_a_probe_extends_trust_from_before_it_was_sent",),
+    ),
+    Mutant(
+        "grant-trusted-from-its-reply",
+        (Edit(LIFECYCLE, "self._trust(sent_at)", "self._trust(self._clock.now())", "async def _take("),),
+        ("tests/test_lock_api.py::test_a_grant_that_comes_after_the_trust_window_is_not_believed",),
+    ),
+    Mutant(
+        "waited-grant-trusted-from-its-reply",
+        (Edit(LIFECYCLE, "self._trust(sent_at)", "self._trust(self._clock.now())", "async def _take_or_wait("),),
+        ("tests/test_lock_api.py::test_a_grant_at_the_server_is_trusted_from_before_its_slice_was_sent",),
+    ),
+    Mutant(
+        "late-answer-believed",
+        (Edit(LIFECYCLE, "if self._clock.now() >= self.trusted_until:", "if False:"),),
+        (
+            "tests/test_lock_api.py::test_an_answer_that_comes_after_the_trust_window_is_no_answer",
+            "tests/test_lock_api.py::test_a_grant_that_comes_after_the_trust_window_is_not_believed",
+        ),
+    ),
+    Mutant(
+        "trust-window-ignored",
+        (Edit("lock.py", "and self._clock.now() < run.trusted_until", ""),),
+        (
+            "tests/test_lock_api.py::test_a_leader_whose_trust_window_is_past_says_no_in_its_first_instruction",
+            "tests/test_lease.py::test_a_frozen_leader_is_replaced_and_knows_it_at_its_first_instruction",
+        ),
+    ),
+    Mutant(
+        "forked-child-leads",
+        (Edit("lock.py", "and os.getpid() == self._owner_pid", ""),),
+        ("tests/test_lock_api.py::test_a_forked_child_leads_nothing",),
+    ),
+    # --- Release and step-down
+    Mutant(
+        "released-before-the-work-has-ended",
+        (
+            Edit(
+                LIFECYCLE,
+                "        await self.works.ended()\n        await self.dispatcher.drained()",
+                "        await self.dispatcher.drained()",
+            ),
+        ),
+        (
+            "tests/test_lead.py::test_the_work_has_ended_before_the_lock_is_released",
+            "tests/test_lead.py::test_at_the_server_the_lock_is_held_until_the_work_has_ended",
+        ),
+    ),
+    Mutant(
+        "released-before-the-callbacks-have-heard",
+        (
+            Edit(
+                LIFECYCLE,
+                "        await self.works.ended()\n        await self.dispatcher.drained()",
+                "        await self.works.ended()",
+            ),
+        ),
+        ("tests/test_callbacks.py::test_the_unlock_waits_for_the_callbacks_of_the_release",),
+    ),
+    Mutant(
+        "no-probes-while-the-release-waits",
+        (
+            Edit(
+                LIFECYCLE,
+                "            while not quiet.done():",
+                "            await asyncio.wait([quiet])\n            while not quiet.done():",
+            ),
+        ),
+        ("tests/test_lead.py::test_work_that_needs_long_to_clean_up_keeps_the_lock_and_the_probes_go_on",),
+    ),
+    Mutant(
+        "work-not-cancelled-on-loss",
+        (Edit(LIFECYCLE, "self.works.interrupt()", "pass"),),
+        ("tests/test_lead.py::test_the_work_is_cancelled_in_the_turn_in_which_leadership_is_lost",),
+    ),
+    Mutant(
+        "release-request-survives-the-term",
+        (Edit(LIFECYCLE, "self._requests.release = False  #", "pass  #"),),
+        ("tests/test_lock_api.py::test_a_step_down_that_runs_out_of_time_frees_the_lock_by_force",),
+    ),
+    Mutant(
+        "force-survives-the-release",
+        (Edit(LIFECYCLE, "self._requests.force = False  #", "pass  #"),),
+        ("tests/test_lock_api.py::test_the_force_of_a_step_down_does_not_reach_the_next_term",),
+    ),
+    Mutant(
+        "step-down-without-back-off",
+        (Edit(FSM, "(event, A.CLOSE, A.BACK_OFF)", "(event, A.CLOSE, A.ATTEMPT_NOW)"),),
+        ("tests/test_retry.py::test_after_a_step_down_at_least_one_delay_passes_before_the_next_attempt",),
+    ),
+    # --- Callbacks
+    Mutant(
+        "callbacks-side-by-side",
+        (Edit("_callbacks.py", "await self._call_all(*entry)", "asyncio.ensure_future(self._call_all(*entry))"),),
+        ("tests/test_callbacks.py::test_callbacks_never_overlap",),
+    ),
+    Mutant(
+        "callbacks-last-in-first-out",
+        (Edit("_callbacks.py", "self._queue.popleft()", "self._queue.pop()"),),
+        ("tests/test_callbacks.py::test_callbacks_that_had_to_wait_run_in_the_order_of_the_transitions",),
+    ),
+    Mutant(
+        "callbacks-before-the-state",
+        (
+            Edit(
+                "_callbacks.py",
+                "self._queue.append((event, args))",
+                "[callback(*args) for callback in self._registry.of(event)]",
+            ),
+            Edit(DRIVER, "        self.state = transition.target\n", ""),
+            Edit(
+                DRIVER,
+                "        return transition\n",
+                "        self.state = transition.target\n        return transition\n",
+            ),
+        ),
+        ("tests/test_callbacks.py::test_inside_on_lost_the_lock_is_a_follower_already",),
+    ),
+    Mutant(
+        "failed-attempt-without-on-error",
+        (
+            Edit(
+                FSM,
+                "(A.EMIT_LOST, A.EMIT_ERROR, A.CLOSE, A.BACK_OFF_JITTERED)",
+                "(A.EMIT_LOST, A.CLOSE, A.BACK_OFF_JITTERED)",
+            ),
+        ),
+        (
+            f"{SCRIPTED}[ACQUIRING x DbError, auto_reacquire]",
+            f"{ON_POSTGRES}[ACQUIRING x DbError, auto_reacquire]",
+        ),
+    ),
+    # --- Grace and retry
+    Mutant(
+        "grace-without-end",
+        (
+            Edit(
+                LIFECYCLE,
+                "if left_s <= 0:\n            return Input.GRACE_EXPIRED",
+                "if False:\n            return Input.GRACE_EXPIRED",
+            ),
+            Edit(
+                LIFECYCLE,
+                "expiry = asyncio.ensure_future(self._clock.sleep(left_s))",
+                "expiry = asyncio.ensure_future(self._clock.sleep(1e6))",
+            ),
+        ),
+        (f"{ON_POSTGRES}[RECONNECTING x GraceExpired, auto_reacquire]",),
+    ),
+    Mutant(
+        "grace-bounds-no-connect",
+        (
+            Edit(
+                LIFECYCLE,
+                "await self._unless(_first_of(reacquiring, expiry), self._stop_asked)",
+                "await self._unless(_first_of(reacquiring), self._stop_asked)",
+            ),
+        ),
+        ("tests/test_lock_api.py::test_a_connect_that_hangs_does_not_outlast_the_grace",),
+    ),
+    Mutant(
+        "failed-connect-ends-the-grace",
+        (
+            Edit(
+                FSM,
+                "Row(S.RECONNECTING, IN.DB_ERROR, S.RECONNECTING, (A.CLOSE, A.BACK_OFF_JITTERED, A.REACQUIRE))",
+                "Row(S.RECONNECTING, IN.DB_ERROR, S.FOLLOWER, (A.EMIT_LOST, A.CLOSE, A.BACK_OFF_JITTERED))",
+            ),
+        ),
+        ("tests/test_outages.py::test_a_grace_that_is_long_enough_outlasts_a_restart",),
+    ),
+    Mutant(
+        "giving-up-ignored",
+        (Edit(DRIVER, "            self.due_at = None\n", "            self.due_at = now + 1.0\n"),),
+        ("tests/test_retry.py::test_a_strategy_that_gives_up_stops_the_lock",),
+    ),
+    Mutant(
+        "no-jitter",
+        (Edit("retry.py", "return rng.uniform(0.0, max(JITTER_S_MIN, delay_s * JITTER_FRACTION))", "return 0.0"),),
+        ("tests/test_retry.py::test_a_reconnect_is_jittered_whatever_the_strategy",),
+    ),
+    Mutant(
+        "strategy-shared-between-locks",
+        (Edit("lock.py", "return copy() if callable(copy) else strategy", "return strategy"),),
+        ("tests/test_retry.py::test_each_lock_gets_a_jitter_with_a_memory_of_its_own",),
+    ),
+    # --- Secrets
+    Mutant(
+        "error-text-not-scrubbed",
+        (Edit("_conninfo.py", 'text = text.replace(secret, "***")', "pass"),),
+        ("tests/test_conninfo.py::test_a_secret_is_blanked_wherever_it_stands",),
+    ),
+    Mutant(
+        "error-text-of-a-connect-not-scrubbed",
+        (Edit("_refusals.py", "text = scrub(str(error), params)", "text = str(error)"),),
+        ("tests/test_conninfo.py::test_a_secret_in_the_servers_answer_is_not_passed_on",),
+    ),
+    Mutant(
+        "cause-shows-the-secret",
+        (
+            Edit(
+                "_refusals.py",
+                'return error if " ".join(text.split()) == scrub(text, params) else None',
+                "return error",
+            ),
+        ),
+        ("tests/test_conninfo.py::test_a_secret_in_the_servers_answer_is_not_passed_on",),
+    ),
+)
+
+
+@contextlib.contextmanager
+def copy_of_the_source(edits: Sequence[Edit]) -> Iterator[Path]:
+    """A folder to put on the path: the package with these edits, and the guard."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder).resolve()
+        copy.chmod(0o755)  # the embedded server may run its helper as another user
+        shutil.copytree(ROOT / "src" / PACKAGE, copy / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / "mutant_guard.py").write_text(GUARD)
+        for edit in edits:
+            edit.apply(copy / PACKAGE)
+        yield copy
+
+
+def run_tests(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Pytest's exit code and output for these tests on this copy. The copy comes before the installed package."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutant_guard", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-rfE", "--tb=line", f"--timeout={TEST_TIMEOUT_S}", *tests]
+    paths = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MUTANTS_COPY": str(copy),
+    }
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return PYTEST_FAILED, f"FAILED: nothing came back within {RUN_TIMEOUT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def failures(output: str) -> list[str]:
+    return re.findall(r"^(?:FAILED|ERROR):? (.+?)(?: - .*)?$", output, re.MULTILINE)
+
+
+def try_mutant(mutant: Mutant) -> str | None:
+    """None if it was caught, else what is wrong."""
+    try:
+        with copy_of_the_source(mutant.edits) as copy:
+            code, output = run_tests(copy, mutant.tests)
+    except LookupError as error:
+        return f"does not apply: {error}"
+    if code == 0:
+        return "SURVIVED: " + ", ".join(mutant.tests)
+    if code != PYTEST_FAILED:
+        return f"the tests could not run (pytest's exit code {code}):\n{output[-2000:]}"
+    return None if failures(output) else f"pytest failed, but no test did:\n{output[-2000:]}"
+
+
+def baseline(mutants: Sequence[Mutant]) -> bool:
+    """Do the tests pass on the sound source?"""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    with copy_of_the_source(()) as copy:
+        code, output = run_tests(copy, tests)
+    if code == 0:
+        say(f"sound      {len(tests)} tests pass on the source as it is")
+        return True
+    say(f"UNSOUND    exit code {code}: {', '.join(failures(output)) or output[-2000:]}")
+    return False
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plants known defects and shows that the tests catch them.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these mutants")
+    parser.add_argument("--list", action="store_true", help="show the names and leave")
+    parser.add_argument("--skip-baseline", action="store_true", help="do not run the tests on the sound source first")
+    parser.add_argument("--workers", type=int, default=2, help="how many mutants side by side")
+    options = parser.parse_args()
+    known = {mutant.name: mutant for mutant in MUTANTS}
+    if unknown := sorted(set(options.names) - set(known)):
+        parser.error(f"no such mutant: {', '.join(unknown)}")
+    chosen = [known[name] for name in options.names] or list(MUTANTS)
+    if options.list:
+        say("\n".join(mutant.name for mutant in chosen))
+        return 0
+    bad = 0 if options.skip_baseline or baseline(chosen) else 1
+    with ThreadPoolExecutor(options.workers) as pool:
+        for mutant, problem in zip(chosen, pool.map(try_mutant, chosen), strict=True):
+            say(f"caught     {mutant.name}" if problem is None else f"NOT CAUGHT {mutant.name}: {problem}")
+            bad += problem is not None
+    say(f"{len(chosen)} mutants, {bad} problems" if bad else f"{len(chosen)} mutants, all caught")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
