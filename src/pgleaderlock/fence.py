@@ -1,0 +1,259 @@
+"""The fence: a transaction that can only commit while its leader's epoch is the current one.
+
+    async with fenced(conn, token):
+        await conn.execute("UPDATE jobs SET …")
+
+One statement more in your own transaction. From then until the transaction ends, no newer epoch can begin, so what you
+write is committed before the next leader starts, or not at all. It needs no clock, and holds at every isolation level.
+
+What it does not promise: anything about writes outside this transaction, in another database or to another system; nor
+about what you write after a rollback to a savepoint that is older than the fence, because that takes the fence back. A
+transaction that stays open holds up the next leader: one that falls silent is ended by the server.
+
+Imports psycopg, `_sql`, `models`, `errors` and the standard library. Must never write anything itself, and never send a
+notification: it runs in somebody else's transaction.
+"""
+
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, TypeVar, overload
+
+import psycopg
+from psycopg import pq
+from psycopg.rows import tuple_row
+
+from pgleaderlock._sql import statement
+from pgleaderlock.errors import (
+    ConfigurationError,
+    ConnectionError,
+    NotFenced,
+    NotLeader,
+    PgLeaderLockError,
+    SchemaError,
+    StaleEpoch,
+)
+from pgleaderlock.models import LeaderToken
+
+__all__ = ["IDLE_TIMEOUT_S", "fence_params", "fenced", "meaning", "raced"]
+
+IDLE_TIMEOUT_S = 10.0
+# PostgreSQL keeps this setting as milliseconds in 32 bits.
+IDLE_TIMEOUT_S_MAX = 2_147_483.0
+EPOCH_MAX = 2**63 - 1
+# A transaction that we have begun ourselves may have been overtaken by a bump between its snapshot and its fence. The
+# next one knows for certain; a third is for a second bump in that moment.
+TRIES_MAX = 3
+
+Row = TypeVar("Row")
+
+
+@overload
+def fenced(
+    conn: psycopg.AsyncConnection[Row], token: LeaderToken, *, idle_timeout_s: float = IDLE_TIMEOUT_S
+) -> AbstractAsyncContextManager[psycopg.AsyncConnection[Row]]: ...
+
+
+@overload
+def fenced(
+    conn: psycopg.Connection[Row], token: LeaderToken, *, idle_timeout_s: float = IDLE_TIMEOUT_S
+) -> AbstractContextManager[psycopg.Connection[Row]]: ...
+
+
+def fenced(conn: Any, token: LeaderToken, *, idle_timeout_s: float = IDLE_TIMEOUT_S) -> Any:
+    """A block in which this connection's transaction is fenced: `async with` or `with`, as the connection is.
+
+    Begins a transaction and commits it at the end of the block, or joins the one that is open and leaves the end of it
+    to you. Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one.
+
+    `idle_timeout_s`: the server ends the session when it has been silent for this long inside the transaction.
+    """
+    params = fence_params(token, idle_timeout_s)
+    if isinstance(conn, psycopg.AsyncConnection):
+        return _fenced_async(conn, token, params)
+    if isinstance(conn, psycopg.Connection):
+        return _fenced_sync(conn, token, params)
+    hint = ": use pgleaderlock.contrib.sqlalchemy.fenced" if type(conn).__module__.startswith("sqlalchemy") else ""
+    raise ConfigurationError(f"fenced takes an open psycopg connection, not {type(conn).__name__}{hint}")
+
+
+@contextlib.asynccontextmanager
+async def _fenced_async(
+    conn: psycopg.AsyncConnection[Any], token: LeaderToken, params: dict[str, object]
+) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    fence = statement("fence")
+    if _joins(conn):
+        await _send_async(conn, token, fence, params)
+        yield conn
+        return
+    retries = _retries(conn)
+    entered = False
+    while True:
+        try:
+            async with conn.transaction():
+                await _send_async(conn, token, fence, params)
+                entered = True
+                yield conn
+            return
+        except StaleEpoch as error:
+            if entered or not retries or not raced(error):
+                raise
+            retries -= 1
+
+
+@contextlib.contextmanager
+def _fenced_sync(
+    conn: psycopg.Connection[Any], token: LeaderToken, params: dict[str, object]
+) -> Iterator[psycopg.Connection[Any]]:
+    fence = statement("fence")
+    if _joins(conn):
+        _send_sync(conn, token, fence, params)
+        yield conn
+        return
+    retries = _retries(conn)
+    entered = False
+    while True:
+        try:
+            with conn.transaction():
+                _send_sync(conn, token, fence, params)
+                entered = True
+                yield conn
+            return
+        except StaleEpoch as error:
+            if entered or not retries or not raced(error):
+                raise
+            retries -= 1
+
+
+async def _send_async(
+    conn: psycopg.AsyncConnection[Any], token: LeaderToken, fence: bytes, params: dict[str, object]
+) -> None:
+    try:
+        # Whatever the connection's own cursor and row types are.
+        await psycopg.AsyncCursor(conn, row_factory=tuple_row).execute(fence, params)
+    except psycopg.Error as error:
+        refusal = meaning(error, token)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def _send_sync(conn: psycopg.Connection[Any], token: LeaderToken, fence: bytes, params: dict[str, object]) -> None:
+    try:
+        psycopg.Cursor(conn, row_factory=tuple_row).execute(fence, params)
+    except psycopg.Error as error:
+        refusal = meaning(error, token)
+        if refusal is None:
+            raise
+        raise refusal from error
+
+
+def _joins(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> bool:
+    """Whether to send the fence into the open transaction as it is. Raises when the connection is not usable.
+
+    Inside a `conn.transaction()` block psycopg refuses `commit()` and `rollback()`, so the fence lasts as long as our
+    block. In a transaction that psycopg began by itself it does not: there a savepoint of ours makes it do so, or else
+    what is written after a `commit()` within the block would be fenced by nothing.
+    """
+    if conn.closed:
+        raise ConnectionError("the connection is closed: nothing can be fenced on it")
+    if conn.pgconn.pipeline_status != pq.PipelineStatus.OFF:
+        raise ConfigurationError("the connection is in pipeline mode, where a refusal comes too late: leave it first")
+    status = conn.pgconn.transaction_status
+    if status == pq.TransactionStatus.INERROR:
+        raise ConfigurationError("the connection is in a failed transaction: roll it back first")
+    if status == pq.TransactionStatus.ACTIVE:
+        raise ConfigurationError("the connection is busy with another statement: a transaction is fenced before it")
+    return status == pq.TransactionStatus.INTRANS and bool(getattr(conn, "_num_transactions", 0))
+
+
+def _retries(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> int:
+    """A transaction that was open before keeps its snapshot: a new one is the caller's to begin."""
+    return TRIES_MAX - 1 if conn.pgconn.transaction_status == pq.TransactionStatus.IDLE else 0
+
+
+# --- Shared with contrib.sqlalchemy
+
+
+def fence_params(token: LeaderToken, idle_timeout_s: float) -> dict[str, object]:
+    """The parameters of the statement `fence`, or a `ConfigurationError`."""
+    if not isinstance(token, LeaderToken):
+        raise ConfigurationError(
+            f"fenced takes the LeaderToken of the term (gate.require_leader() gives it), not {type(token).__name__}"
+        )
+    if type(token.epoch) is not int or not 0 <= token.epoch <= EPOCH_MAX:
+        raise ConfigurationError(f"the token's epoch is {token.epoch!r}: it must be the number that the ledger issued")
+    if not (math.isfinite(idle_timeout_s) and 0.001 <= idle_timeout_s <= IDLE_TIMEOUT_S_MAX):
+        raise ConfigurationError(
+            f"idle_timeout_s={idle_timeout_s} is out of range: give 0.001 to {IDLE_TIMEOUT_S_MAX:.0f} seconds"
+        )
+    return {
+        "role": token.role,
+        "epoch": token.epoch,
+        "namespace": token.namespace,
+        "holder": token.holder_identity or None,
+        "idle_timeout": f"{int(idle_timeout_s * 1000)}ms",
+    }
+
+
+def meaning(error: BaseException, token: LeaderToken | None = None) -> PgLeaderLockError | None:
+    """What a driver's error means to a fenced writer: one of our own errors, or None when it is none of ours.
+
+    Also for errors of your own statements: a write to a fenced table without a fence is `NotFenced`. With a `token` the
+    error is taken for one of the fence's own statement, where a serialization failure means `StaleEpoch`, too.
+    """
+    sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
+    diagnostic = getattr(error, "diag", None)
+    text = " ".join((getattr(diagnostic, "message_primary", None) or str(error)).split())
+    if sqlstate == "PGL02":
+        return StaleEpoch(f"{text}; nothing of this transaction was committed")
+    if sqlstate == "PGL04":
+        return NotFenced(text)
+    explain = _REFUSALS.get(sqlstate or "")
+    return None if token is None or explain is None else explain(text, token)
+
+
+def _changed(text: str, token: LeaderToken) -> StaleEpoch:
+    return StaleEpoch(
+        f"the epoch of role {token.role!r} has changed since this transaction began ({text}): epoch {token.epoch} is "
+        "over, or the transaction is older than it; begin a new one to know"
+    )
+
+
+def _never_led(text: str, token: LeaderToken) -> NotLeader:
+    return NotLeader(token.role, "never_led", f"{text}: is this the database that elected the leader?")
+
+
+def _elsewhere(text: str, _token: LeaderToken) -> ConfigurationError:
+    return ConfigurationError(f"{text}: connect to the database that elected the leader")
+
+
+def _read_only(text: str, _token: LeaderToken) -> ConfigurationError:
+    return ConfigurationError(f"{text}; make the transaction READ WRITE, and connect to the primary")
+
+
+def _no_ledger(text: str, _token: LeaderToken) -> SchemaError:
+    return SchemaError(f"the ledger is missing or too old ({text}): run `pgleaderlock migrate` on this database")
+
+
+def _no_privilege(text: str, _token: LeaderToken) -> SchemaError:
+    return SchemaError(f"this database role may not use the fence ({text}): see the GRANTs in docs/ledger.md")
+
+
+_REFUSALS: dict[str, Callable[[str, LeaderToken], PgLeaderLockError]] = {
+    "40001": _changed,  # serialization failure
+    "PGL01": _never_led,
+    "PGL05": _elsewhere,
+    "25006": _read_only,
+    "42P01": _no_ledger,  # undefined table
+    "3F000": _no_ledger,  # undefined schema
+    "42883": _no_ledger,  # undefined function
+    "42501": _no_privilege,
+}
+
+
+def raced(error: StaleEpoch) -> bool:
+    """Was the answer only that something had changed? A new transaction would get a definite one."""
+    cause = error.__cause__
+    return (getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)) == "40001"
