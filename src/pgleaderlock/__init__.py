@@ -5,15 +5,22 @@ The public names, and nothing else. Importing this imports psycopg and the stand
 
 from importlib.metadata import PackageNotFoundError, version
 
+from pgleaderlock.election import LeaderElection
 from pgleaderlock.errors import (
     ConfigurationError,
     CoordinationError,
     LockError,
     LockNotAcquired,
+    NotFenced,
+    NotLeader,
     PgLeaderLockError,
+    SchemaError,
     ShutdownError,
+    StaleEpoch,
     UnsafeSessionError,
 )
+from pgleaderlock.fence import fenced
+from pgleaderlock.gate import LeaderGate
 from pgleaderlock.guard import (
     LeadershipGuard,
     acquire_leadership,
@@ -22,7 +29,15 @@ from pgleaderlock.guard import (
 )
 from pgleaderlock.keys import key_pair, key_pair_from_bigint
 from pgleaderlock.lock import LeaderLock
-from pgleaderlock.models import Callback, ErrorCallback, LockState, RetryContext, StateChangeCallback
+from pgleaderlock.models import (
+    Callback,
+    ErrorCallback,
+    LeaderStateChanged,
+    LeaderToken,
+    LockState,
+    RetryContext,
+    StateChangeCallback,
+)
 from pgleaderlock.retry import DecorrelatedJitter, ExponentialBackoff, FixedInterval, RetryStrategy
 
 __all__ = [
@@ -33,20 +48,29 @@ __all__ = [
     "ErrorCallback",
     "ExponentialBackoff",
     "FixedInterval",
+    "LeaderElection",
+    "LeaderGate",
     "LeaderLock",
+    "LeaderStateChanged",
+    "LeaderToken",
     "LeadershipGuard",
     "LockError",
     "LockNotAcquired",
     "LockState",
+    "NotFenced",
+    "NotLeader",
     "PgLeaderLockError",
     "RetryContext",
     "RetryStrategy",
+    "SchemaError",
     "ShutdownError",
+    "StaleEpoch",
     "StateChangeCallback",
     "UnsafeSessionError",
     "acquire_leadership",
     "acquire_leadership_blocking",
     "acquire_leadership_with_retry",
+    "fenced",
     "key_pair",
     "key_pair_from_bigint",
 ]

@@ -10,8 +10,8 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
-from pgleaderlock._callbacks import Dispatcher
 from pgleaderlock._clock import Clock
 from pgleaderlock._fsm import Action, Input, Rules, Transition, step
 from pgleaderlock._logging import StructuredLogger
@@ -22,6 +22,12 @@ __all__ = ["Driver"]
 
 # Used when a strategy raises or returns nonsense: the lock goes on, and on_error hears of it.
 FALLBACK_DELAY_S = 1.0
+
+
+class Emitter(Protocol):
+    """Who tells the callbacks: a dispatcher, or somebody in front of one."""
+
+    def emit(self, event: str, *args: object) -> None: ...
 
 
 class Driver:
@@ -36,7 +42,7 @@ class Driver:
         clock: Clock,
         rng: random.Random,
         log: StructuredLogger,
-        dispatcher: Dispatcher,
+        dispatcher: Emitter,
         left_leader: Callable[[], None],
     ) -> None:
         self.state = LockState.STOPPED

@@ -2,7 +2,7 @@
 
 A tick sends at most a heartbeat (one a node, whatever the number of roles) and one statement that tries every lock it
 wants and looks at the holders of the rest. A won lock is followed by a bump, a later statement, because only that one
-sees the last predecessor. Deadlines are anchored before the send; whatever fails ends the session, and every gate with it.
+sees the last predecessor. Deadlines are anchored before the send; whatever fails ends the session, and every gate.
 
 Imports `_roles`, `_driver`, `ledger`, `_session`, `_conninfo`, `_fsm`, `models`, `errors`, `_clock`, `_logging`.
 """
@@ -19,7 +19,7 @@ from pgleaderlock._fsm import Input
 from pgleaderlock._logging import StructuredLogger
 from pgleaderlock._roles import Role, opens_at
 from pgleaderlock._session import DedicatedSession
-from pgleaderlock.errors import ConnectionError, LockError, PgLeaderLockError, SchemaError
+from pgleaderlock.errors import ConnectionError, LockError, PgLeaderLockError
 from pgleaderlock.ledger import Bump, Identity, Ledger
 from pgleaderlock.models import LeaderToken, LockState
 from pgleaderlock.retry import reconnect_jitter_s
@@ -66,6 +66,7 @@ class Engine:
         quiet: Callable[[Role], Awaitable[None]],
         announce: Callable[[], None],
         failed: Callable[[Exception], None],
+        attempted: Callable[[], None],
     ) -> None:
         self._dsn = dsn
         self._connection = connection
@@ -78,6 +79,7 @@ class Engine:
         self._quiet = quiet
         self._announce = announce
         self._failed = failed
+        self._attempted = attempted
         self._ledger: Ledger | None = None
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
@@ -88,8 +90,6 @@ class Engine:
         self._tried_at = 0.0
         self._errors = 0
         self._draining: dict[str, asyncio.Future[None]] = {}
-        self.first_attempt: asyncio.Future[Exception | None] = self._loop.create_future()
-        self.statements = 0
 
     # --- From outside
 
@@ -178,7 +178,7 @@ class Engine:
         self._ledger = ledger
         self._beat_due_at = self._clock.now() + self._settings.heartbeat_interval_s
         self._try_due_at = 0.0
-        self._report_first_attempt(None)
+        self._attempted()
 
     async def _beat(self) -> None:
         sent_at = self._clock.now()
@@ -194,10 +194,10 @@ class Engine:
         if (beat.roles, beat.epochs) != (len(led), sum(role.epoch or 0 for role in led)):
             await self._reconcile(led)
         for request_id, name in beat.requests:
-            role = self._roles.get(name)
-            if role is not None and role.driver.state is LockState.LEADER:
-                role.requests.append(request_id)
-                role.release_asked = True
+            asked = self._roles.get(name)
+            if asked is not None and asked.driver.state is LockState.LEADER and request_id not in asked.requests:
+                asked.requests.append(request_id)
+                asked.release_asked = True
 
     async def _reconcile(self, led: list[Role]) -> None:
         """The ledger does not agree about what this session leads: an operator has advanced an epoch."""
@@ -291,6 +291,7 @@ class Engine:
         )
         role.settled_told = False
         role.release_asked = False
+        role.look = None  # who held it before is no longer who holds it
         # Whether there is a wait or not, the gate never outlives G from before the bump was sent.
         role.gate.open(token, role.last_opens_at, sent_at + self._settings.gate_s)
         role.driver.feed(Input.ACQUIRE_ATTEMPT)
@@ -305,9 +306,9 @@ class Engine:
                     role.driver.request_stop()
                 role.gate.drain()
                 role.driver.feed(Input.STOP_REQUESTED if self._stopping else Input.RELEASE_REQUESTED)
-                drained = asyncio.ensure_future(self._quiet(role))
-                drained.add_done_callback(lambda _: self._woken.set())
-                self._draining[role.name] = drained
+                draining: asyncio.Future[None] = asyncio.ensure_future(self._quiet(role))
+                draining.add_done_callback(lambda _: self._woken.set())
+                self._draining[role.name] = draining
             elif self._stopping and role.holds_lock and not role.in_term:
                 await self._there().unlock({role.name: role.keys})  # won, but the term has not begun
                 role.holds_lock = False
@@ -360,7 +361,7 @@ class Engine:
         self._errors += 1
         self._log.warning("session_lost" if ledger is not None else "connect_failed", error=error)
         self._failed(error)
-        self._report_first_attempt(error)
+        self._attempted()
         delay_s = ERROR_BACKOFF_S[min(self._errors, len(ERROR_BACKOFF_S)) - 1]
         self._try_due_at = self._clock.now() + delay_s + reconnect_jitter_s(delay_s, self._rng)
         self._beat_due_at = NEVER
@@ -372,10 +373,6 @@ class Engine:
             role.driver.request_stop()
         releasing = role.driver.state is LockState.RELEASING
         role.driver.feed(Input.DB_ERROR if releasing else Input.HEALTH_FAILED, error)
-
-    def _report_first_attempt(self, error: Exception | None) -> None:
-        if not self.first_attempt.done():
-            self.first_attempt.set_result(error if isinstance(error, SchemaError) else None)
 
     # --- Waiting and ending
 
@@ -429,7 +426,7 @@ class Engine:
             role.holds_lock = False
         if ledger is not None:
             await ledger.session.close()
-        self._report_first_attempt(None)
+        self._attempted()
         self._announce()
 
     def _there(self) -> Ledger:

@@ -32,6 +32,7 @@ _EXPLAINED = {
     "draining": "leadership is being given up: no new work is let in",
     "never_led": "this node has not led the role yet",
     "lost": "this node has lost leadership of the role",
+    "released": "this node has given leadership of the role up",
     "waiting": "this node leads, and waits until its predecessor can no longer act",
     "late_heartbeat": "no heartbeat was acknowledged in time, so another node may lead by now",
     "forked": "this process was forked from a leader, and leads nothing itself",
@@ -189,6 +190,10 @@ class LeaderGate:
     def token(self) -> LeaderToken | None:
         """The token of the current term, open or not."""
         return self._term.token
+
+    async def wait_changed(self) -> None:
+        """Return at the next change of the gate."""
+        await self._changed_or_at(NEVER)
 
     async def wait_idle(self) -> None:
         """Return once nothing is in flight."""
