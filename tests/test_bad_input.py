@@ -138,7 +138,7 @@ async def test_a_connect_fn_that_returns_nothing_is_told_so(database: FakeDataba
 async def test_a_connect_fn_that_is_not_async_is_reported(clock: FakeClock) -> None:
     error = await _first_error(clock, lambda: 5)  # type: ignore[arg-type, return-value]
     assert isinstance(error, LostConnection)
-    assert "connect_fn failed" in str(error)
+    assert "connect_fn must be an async function" in str(error)
 
 
 @pytest.mark.parametrize("wrong", [5, "connect", object(), FakeConnection(FakeDatabase)])  # type: ignore[arg-type]

@@ -268,8 +268,8 @@ def _malformed_from_a_callable(dsn: str) -> Dsn:
     return lambda: f"host=h password='{SECRET}"
 
 
-def _slash_in_password(dsn: str) -> Dsn:
-    return f"postgresql://u:pa/{SECRET}@h/d"
+def _slash_in_password_from_a_callable(dsn: str) -> Dsn:
+    return lambda: f"postgresql://u:pa/{SECRET}@h/d"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def _slash_in_password(dsn: str) -> Dsn:
         _bad_port,
         _bad_certificate,
         _malformed_from_a_callable,
-        _slash_in_password,
+        _slash_in_password_from_a_callable,
     ],
 )
 async def test_a_connect_that_fails_shows_no_secret(dsn: str, make: Callable[[str], Dsn]) -> None:

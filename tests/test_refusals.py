@@ -232,17 +232,17 @@ async def test_an_old_server_is_refused(dsn: str, monkeypatch: pytest.MonkeyPatc
 async def test_a_role_without_access_gets_the_servers_reason_and_no_lock(dsn: str) -> None:
     role = f"nobody_{uuid.uuid4().hex[:8]}"
     with psycopg.connect(dsn, autocommit=True) as admin:
-        admin.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'x'")  # type: ignore[arg-type]
-        admin.execute(f"CREATE DATABASE {role}")  # type: ignore[arg-type]
-        admin.execute(f"REVOKE CONNECT ON DATABASE {role} FROM PUBLIC")  # type: ignore[arg-type]
+        admin.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'x'")
+        admin.execute(f"CREATE DATABASE {role}")
+        admin.execute(f"REVOKE CONNECT ON DATABASE {role} FROM PUBLIC")
         try:
             error = await refusal(
                 LeaderLock.for_name(make_conninfo(dsn, user=role, password="x", dbname=role), fresh_name())
             )
             assert "permission denied for database" in str(error)
         finally:
-            admin.execute(f"DROP DATABASE {role}")  # type: ignore[arg-type]
-            admin.execute(f"DROP ROLE {role}")  # type: ignore[arg-type]
+            admin.execute(f"DROP DATABASE {role}")
+            admin.execute(f"DROP ROLE {role}")
 
 
 async def test_a_refused_lock_goes_on_trying_and_leads_when_the_reason_is_gone(

@@ -7,7 +7,7 @@ opens again when heartbeats resume in the same term. Any thread may ask; a forke
 What it does not promise: a side effect that was already on its way when the gate closed. For writes into the same
 database use the fence, which needs no clock at all.
 
-Imports `models`, `errors`, `_clock` and the standard library only. Knows nothing of sessions and SQL.
+Imports `fence`, `models`, `errors`, `_clock` and the standard library only. Knows nothing of sessions.
 """
 
 import asyncio
@@ -16,10 +16,11 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock.errors import NotLeader
+from pgleaderlock.fence import fenced
 from pgleaderlock.models import LeaderToken
 
 __all__ = ["LeaderGate"]
@@ -114,6 +115,10 @@ class LeaderGate:
             with self._lock:
                 self._in_flight -= 1
                 self._wake()
+
+    def fenced(self, conn: Any, **options: Any) -> Any:
+        """`fenced(conn, token)` with the token of the open gate; `NotLeader` before anything is sent if it is shut."""
+        return fenced(conn, self.require_leader(), **options)
 
     async def wait_open(self, timeout_s: float | None = None) -> bool:
         """True as soon as the gate is open; False when `timeout_s` is over first."""
