@@ -5,7 +5,14 @@
 -- Every function is SECURITY DEFINER with a fixed search_path, so that a table or operator of the caller's cannot
 -- be slipped in. All of them expect READ COMMITTED: each statement inside must see what was committed before it.
 
-CREATE SCHEMA IF NOT EXISTS pgleaderlock;
+-- A DBA may have made it, for an owner that may create none: IF NOT EXISTS would ask for that right all the same.
+DO $$
+BEGIN
+    IF to_regnamespace('pgleaderlock') IS NULL THEN
+        CREATE SCHEMA pgleaderlock;
+    END IF;
+END
+$$;
 
 CREATE TABLE pgleaderlock.schema_version (
     version     integer PRIMARY KEY,
