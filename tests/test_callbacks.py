@@ -447,3 +447,23 @@ async def test_a_callback_that_refuses_to_be_cancelled_does_not_hold_up_a_forced
     assert database.open_connections() == []
     ended.set()
     await asyncio.sleep(0)
+
+
+async def test_callbacks_that_had_to_wait_run_in_the_order_of_the_transitions(
+    database: FakeDatabase, clock: FakeClock
+) -> None:
+    lock = fake_lock(database, clock)
+    gate = Gate()
+    told: list[LockState] = []
+
+    @lock.on_state_change
+    async def note(_: LockState, target: LockState) -> None:
+        if not told:
+            await gate.pass_through()
+        told.append(target)
+
+    async with lock:
+        assert await lock.wait_for_leadership()  # two more changes are waiting by now
+        gate.open()
+        await until(lambda: len(told) == 3)
+    assert told[:3] == [LockState.FOLLOWER, LockState.ACQUIRING, LockState.LEADER]

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from logging import Formatter
 
+import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
@@ -19,6 +20,7 @@ from pgleaderlock._conninfo import (
     resolve,
     scrub,
 )
+from pgleaderlock._refusals import connect_error, safe_cause
 
 SETTINGS = ConnectionSettings(application_name="me", statement_timeout_s=5, lease_s=15)
 SECRET = "hunter2secret"
@@ -332,3 +334,12 @@ async def test_a_hanging_resolver_of_the_dsn_can_be_interrupted() -> None:
     async with limit():
         await begun.wait()
         await lock.shutdown()
+
+
+def test_a_secret_in_the_servers_answer_is_not_passed_on() -> None:
+    params = {"password": SECRET}
+    error = psycopg.OperationalError(f'FATAL:  the password "{SECRET}"\n is too old')
+    assert str(connect_error(error, params)) == 'cannot connect: FATAL: the password "***" is too old'
+    assert safe_cause(error, params) is None
+    harmless = psycopg.OperationalError("connection refused\n")
+    assert safe_cause(harmless, params) is harmless

@@ -7,7 +7,7 @@ import pytest
 
 from pgleaderlock import FixedInterval, LeaderLock, LockState, key_pair
 from support.counts import count
-from support.recorder import WAIT_S, Recorder, somebody_leads
+from support.recorder import WAIT_S, Recorder, identified, somebody_leads
 from support.server_side import holders, terminate
 
 QUICK = FixedInterval(0.05)
@@ -42,6 +42,7 @@ async def test_a_session_ended_by_the_server_is_noticed_at_the_socket(dsn: str) 
     async with lock:
         for round_ in range(1, count(3, 30) + 1):
             await story.heard("acquired", round_)
+            await identified(lock)
             terminate(dsn, key_pair(name))
             await story.heard("lost", round_)
     assert "terminating connection" in str(story.errors[0])

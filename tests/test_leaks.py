@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from conftest import StartServer
 from pgleaderlock import FixedInterval, LeaderLock, LockState, ShutdownError
+from pgleaderlock._conninfo import ConnectionSettings
+from pgleaderlock._session import DedicatedSession
+from pgleaderlock.errors import ConnectionError as LostConnection
 from support.counts import count
+from support.server_side import frozen
 
 SEED = 4711
 
@@ -86,3 +91,15 @@ async def test_start_stop_cycles_broken_off_at_random_points_leave_nothing(dsn: 
         await asyncio.sleep(0)
     assert asyncio.all_tasks() == tasks_before
     assert open_descriptors() - before == set()
+
+
+async def test_a_statement_that_timed_out_leaves_no_task_and_no_descriptor(throwaway_postgres: StartServer) -> None:
+    server = throwaway_postgres()
+    before, tasks_before = open_descriptors(), asyncio.all_tasks()
+    session = await DedicatedSession.open(server.dsn, ConnectionSettings("leaks-timeout", 0.2, 7.5))
+    with frozen(server):
+        with pytest.raises(LostConnection, match="did not answer"):
+            await session.probe((1, 2))
+        await session.close()
+        assert asyncio.all_tasks() == tasks_before
+        assert open_descriptors() - before == set()

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import psycopg
 import pytest
 
-from conftest import StartServer
+from conftest import StartPooler, StartServer
 from pgleaderlock import FixedInterval, LeaderLock, LockState, _session, key_pair
 from pgleaderlock._conninfo import ConnectionSettings
 from pgleaderlock._session import DedicatedSession
@@ -271,8 +271,9 @@ async def test_an_idle_standby_writes_no_error_into_the_servers_log(
 
 
 async def test_a_forked_child_does_not_keep_the_session_and_leads_nothing(dsn: str) -> None:
+    # The lease would free the lock after five minutes: that it is free at once shows that the child has let go.
     name = fresh_name()
-    async with node(dsn, name, **SHORT) as parent:
+    async with node(dsn, name, **{**SHORT, "session_lease_s": 300}) as parent:
         await parent.hears("acquired")
         parent.tell("fork")
         child = await parent.hears("child")
@@ -282,3 +283,16 @@ async def test_a_forked_child_does_not_keep_the_session_and_leads_nothing(dsn: s
             await until_held_by(dsn, key_pair(name), 0)
         finally:
             os.kill(child["pid"], signal.SIGKILL)
+
+
+async def test_behind_an_allowed_pooler_lock_and_lease_come_into_force_together(
+    dsn: str, pgbouncer: StartPooler
+) -> None:
+    settings = ConnectionSettings("lease-pooled", 5.0, 7.5, allow_pooler=True)
+    session = await DedicatedSession.open(pgbouncer(dsn, "session"), settings)
+    try:
+        assert await session.take(key_pair(fresh_name()))
+        cursor = await session._connection.execute("SELECT current_setting('idle_session_timeout')")
+        assert await cursor.fetchone() == {"current_setting": "7500ms"}
+    finally:
+        await session.close()

@@ -21,6 +21,9 @@ from pgleaderlock import (
     RetryContext,
     ShutdownError,
 )
+from pgleaderlock._session import SessionIdentity
+from pgleaderlock.errors import ConnectionError as LostConnection
+from pgleaderlock.keys import KeyPair
 
 STOPPED, FOLLOWER, LEADER = LockState.STOPPED, LockState.FOLLOWER, LockState.LEADER
 
@@ -748,3 +751,86 @@ async def test_a_shutdown_that_runs_out_of_time_frees_the_lock_at_the_server(dsn
         async with limit():
             while not await free():  # a server sends no event for this
                 await asyncio.sleep(0)
+
+
+async def test_a_connect_that_hangs_does_not_outlast_the_grace(
+    database: FakeDatabase, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgleaderlock._borrowed.CONNECT_TIMEOUT_S", 3600)  # only the grace can end it
+    async with leading(database, clock, reconnect_grace_s=30) as lock:
+        recorder = Recorder(lock)
+        gate = database.gate("connect")
+        await _fail_probe(database, clock)
+        await recorder.seen("leader>reconnecting")
+        await clock.somebody_sleeps()
+        clock.advance(1)
+        await gate.reached()
+        clock.advance(30)
+        await recorder.seen("on_lost")
+        gate.open()
+
+
+class SlowGrant:
+    """A session whose lock is granted at the server three seconds after the slice was sent."""
+
+    identity: SessionIdentity | None = None
+    identified = True
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+
+    async def take(self, keys: KeyPair) -> bool:
+        return False
+
+    async def wait(self, keys: KeyPair, wait_s: float) -> bool:
+        self._clock.jump(3)
+        return True
+
+    async def probe(self, keys: KeyPair) -> None: ...
+
+    async def unlock(self, keys: KeyPair) -> None: ...
+
+    async def end_zombie(self, zombie: SessionIdentity) -> bool:
+        return False
+
+    async def lost(self) -> LostConnection:
+        never: asyncio.Future[LostConnection] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def close(self) -> None: ...
+
+
+async def test_a_grant_at_the_server_is_trusted_from_before_its_slice_was_sent(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = LeaderLock("host=h", *KEYS, health_interval_s=5, health_timeout_s=2, standby_wait_s=60)
+    lock._clock = clock
+
+    async def connect() -> SlowGrant:
+        return SlowGrant(clock)
+
+    monkeypatch.setattr(lock, "_connect", connect)
+    async with lock:
+        assert await lock.wait_for_leadership()
+        clock.jump(3.999)
+        assert lock.is_leader
+        clock.jump(0.001)
+        assert not lock.is_leader
+
+
+async def test_the_force_of_a_step_down_does_not_reach_the_next_term(database: FakeDatabase, clock: FakeClock) -> None:
+    async with leading(database, clock, retry_strategy=FixedInterval(1)) as lock:
+        database.gate("unlock")  # never opened
+        async with limit():
+            await lock.step_down(timeout_s=0.01)
+        await clock.somebody_sleeps()
+        clock.advance(1)
+        async with limit():
+            assert await lock.wait_for_leadership()
+        recorder = Recorder(lock)
+        await clock.somebody_sleeps()
+        clock.advance(5)
+        await database.seen("probe")
+        await clock.somebody_sleeps()
+        assert lock.is_leader
+        assert recorder.calls == []

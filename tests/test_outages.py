@@ -5,12 +5,15 @@ import threading
 import uuid
 from collections.abc import Awaitable, Callable
 
+import psycopg
 import pytest
 
 from conftest import StartServer
 from pgleaderlock import FixedInterval, LeaderLock, LockState, ShutdownError, key_pair
+from pgleaderlock._conninfo import ConnectionSettings
+from pgleaderlock._session import DedicatedSession, SessionIdentity
 from proxy import Proxy
-from support.recorder import WAIT_S, Recorder, somebody_leads
+from support.recorder import WAIT_S, Recorder, identified, somebody_leads
 from support.server_side import backends, connections_named, frozen, holders, until_held_by
 
 QUICK = FixedInterval(0.05)
@@ -164,9 +167,11 @@ async def test_reset_and_half_closed_connections_are_noticed_without_a_probe(
     story = Recorder(lock)
     async with lock:
         await story.heard("acquired", 1)
+        await identified(lock)
         proxy.reset()
         await story.heard("lost", 1)
         await story.heard("acquired", 2)
+        await identified(lock)
         proxy.half_close()
         await story.heard("lost", 2)
         await story.heard("acquired", 3)
@@ -194,3 +199,14 @@ async def test_a_blocked_event_loop_is_not_trusted_past_the_window(dsn: str) -> 
         asker.join()
         assert answers == [False]
     assert connections_named(dsn, "pgleaderlock outages%") == 0
+
+
+async def test_a_backend_that_only_has_the_zombies_pid_is_left_alone(dsn: str) -> None:
+    session = await DedicatedSession.open(dsn, ConnectionSettings("outages-zombie", 5.0, 7.5))
+    try:
+        async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as other:
+            reused = SessionIdentity(other.info.backend_pid, "1700000000.123456")
+            assert not await session.end_zombie(reused)
+            await other.execute("SELECT 1")
+    finally:
+        await session.close()

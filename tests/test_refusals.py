@@ -17,6 +17,8 @@ from pgleaderlock import (
     UnsafeSessionError,
     key_pair,
 )
+from pgleaderlock._conninfo import ConnectionSettings
+from pgleaderlock._session import DedicatedSession
 from servers import open_folder
 from support.pgbouncer import PoolMode
 from support.recorder import WAIT_S, Recorder
@@ -256,3 +258,35 @@ async def test_a_refused_lock_goes_on_trying_and_leads_when_the_reason_is_gone(
         await story.heard("acquired")
     assert len(story.errors) == 2
     assert lock.state is LockState.STOPPED
+
+
+async def test_a_probe_behind_an_allowed_pooler_asks_for_the_lock_itself(dsn: str) -> None:
+    keys = key_pair(fresh_name())
+    session = await DedicatedSession.open(dsn, ConnectionSettings("refusals-probe", 5.0, 7.5, allow_pooler=True))
+    try:
+        assert await session.take(keys)
+        for _ in range(3):  # the first one asks who we are
+            await session.probe(keys)
+        await session._connection.execute("SELECT pg_advisory_unlock_all()")
+        with pytest.raises(UnsafeSessionError, match="no longer ours"):
+            await session.probe(keys)
+    finally:
+        await session.close()
+
+
+async def test_a_standby_is_refused_by_the_statement_itself(
+    throwaway_postgres: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The look at the first message is taken out: a server can become a standby's successor behind one address.
+    async def fit(_self: object) -> None: ...
+
+    monkeypatch.setattr(DedicatedSession, "_check", fit)
+    primary = throwaway_postgres()
+    with open_folder() as folder:
+        replica = await asyncio.to_thread(primary.make_replica, Path(folder) / "replica")
+        try:
+            error = await refusal(LeaderLock.for_name(replica.dsn, fresh_name()))
+            assert isinstance(error, UnsafeSessionError)
+            assert error.reason == "standby"
+        finally:
+            await asyncio.to_thread(replica.close)

@@ -24,6 +24,7 @@ from pgleaderlock.keys import KeyPair
 __all__ = ["BorrowedSession"]
 
 LATE_CLOSE_TIMEOUT_S = 1.0
+CLOSE_S_MAX = 3.0
 
 
 class BorrowedSession:
@@ -81,7 +82,7 @@ class BorrowedSession:
 
     async def close(self) -> None:
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(min(self._timeout_s, CLOSE_S_MAX)):
                 await self._connection.close()
 
     async def _run(self, name: str, params: KeyPair | None) -> Any:

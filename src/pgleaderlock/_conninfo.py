@@ -87,8 +87,9 @@ def connect_params(dsn: str, settings: ConnectionSettings) -> dict[str, str]:
         "keepalives_count": "3",
         "tcp_user_timeout": str(int(keepalive_s * 1000 * 2 / 3)),
     }
-    if "," in given.get("host", "") + given.get("hostaddr", "") and "target_session_attrs" not in given:
-        ours["target_session_attrs"] = "primary"
+    hosts = given.get("host") or os.environ.get("PGHOST", "")
+    if "," in hosts + given.get("hostaddr", "") and "target_session_attrs" not in given:
+        ours["target_session_attrs"] = os.environ.get("PGTARGETSESSIONATTRS") or "primary"
     if not settings.allow_pooler:
         # Later options win, so the user's come last; those that would break a promise were refused before.
         user_options = given.pop("options", None) or os.environ.get("PGOPTIONS", "")

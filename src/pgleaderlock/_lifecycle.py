@@ -153,6 +153,10 @@ class Lifecycle:
         except asyncio.CancelledError:
             await self._end_at_once()
             raise
+        except Exception as error:  # a bug: the lock ends, and says why
+            self.driver.last_error = error
+            self._log.error("lifecycle_failed", exc_info=error, error=error)
+            raise
         finally:
             await self._close_session()
             await self.dispatcher.close()
@@ -199,8 +203,8 @@ class Lifecycle:
 
     async def _end_at_once(self) -> None:
         """The task was cancelled, usually because the whole program ends: leave nothing held, and say so."""
+        self._walk_to_stopped()  # the flag falls before the lock does
         await self._close_session()
-        self._walk_to_stopped()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await self.dispatcher.drained()
@@ -414,4 +418,7 @@ async def _cancelled(*futures: "asyncio.Future[Any]") -> list["asyncio.Future[An
         future.cancel()
     if pending:
         await asyncio.wait(pending)
+    for future in futures:
+        if future.done() and not future.cancelled():
+            future.exception()  # looked at, so that nobody is told it never was
     return pending

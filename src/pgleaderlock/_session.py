@@ -51,6 +51,7 @@ VERSION_MIN = 140000
 SEVER_TIMEOUT_S = 1.0
 ZOMBIE_WAIT_MS = 1000
 POOL_CHECK_TIMEOUT_S = 1.0
+UNLIMITED_CONNECT_S = 130.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class DedicatedSession:
         self._backend_pid = connection.pgconn.backend_pid
         self._loss: asyncio.Future[ConnectionError] = asyncio.get_running_loop().create_future()
         self._last_fatal: str | None = None
+        self._running: asyncio.Future[list[dict[str, Any]]] | None = None
         self._deadlock_timeout_s = 1.0
         self._watched_fd = os.dup(connection.pgconn.socket)
         self.identity: SessionIdentity | None = None
@@ -196,7 +198,11 @@ class DedicatedSession:
         except psycopg.Error as error:
             return "statement pooling" in str(error) or "transaction" in str(error)
         finally:
-            _sever(other)
+            # Rolled back, not cut: a pooler ends the server session of a client that vanishes inside a transaction, and
+            # in a shared pool that session may be a leader's.
+            with contextlib.suppress(psycopg.Error, TimeoutError):
+                async with asyncio.timeout(POOL_CHECK_TIMEOUT_S):
+                    await other.rollback()
             await other.close()
 
     # --- The statements
@@ -235,9 +241,9 @@ class DedicatedSession:
         if self.identity is None:
             row = await self._run("identify")
             self.identity = SessionIdentity(row["backend_pid"], row["backend_start"])
-            return
-        if not self._settings.allow_pooler:
+        elif not self._settings.allow_pooler:
             await self._run("probe")
+        if not self._settings.allow_pooler:
             return
         row = await self._run("probe_pooled", **key_params(keys), backend_pid=self._backend_pid)
         if not row["alive"]:
@@ -266,6 +272,8 @@ class DedicatedSession:
         return (row["pid"], row["application_name"]) if row else None
 
     async def end_zombie(self, zombie: SessionIdentity) -> bool:
+        if self._settings.allow_pooler:
+            return False  # the pooler may have given that very backend to somebody else, who leads on it now
         row = await self._run(
             "end_own_zombie", zombie_pid=zombie.pid, zombie_start=zombie.started, wait_ms=ZOMBIE_WAIT_MS
         )
@@ -291,7 +299,7 @@ class DedicatedSession:
         if self._loss.done():
             raise self._loss.result()
         timeout_s = self._settings.statement_timeout_s
-        inner = asyncio.ensure_future(self._execute(name, params))
+        inner = self._running = asyncio.ensure_future(self._execute(name, params))
         inner.add_done_callback(_retrieve)
         try:
             done, _ = await asyncio.wait([inner], timeout=timeout_s)
@@ -336,6 +344,12 @@ class DedicatedSession:
         self._unwatch()
         if _descriptors_of.pop(self, None) is not None:
             os.close(self._watched_fd)
+        if self._running is not None and not self._running.done():
+            # Somebody gave up on a statement in the middle of giving up on it. libpq must not be taken from under it:
+            # it is cut, and its memory goes when it has noticed.
+            _sever(self._connection)
+            self._running.add_done_callback(lambda _: self._connection.pgconn.finish())
+            return
         await self._connection.close()
 
     def _watch(self) -> None:
@@ -436,10 +450,12 @@ def _patience_s(params: Mapping[str, str]) -> float:
     """psycopg gives each host its connect_timeout; names may resolve to several addresses."""
     hosts = max(params.get(key, "").count(",") + 1 for key in ("host", "hostaddr"))
     try:
-        each_s = max(2.0, float(params.get("connect_timeout", CONNECT_TIMEOUT_S)))
+        each_s = float(params.get("connect_timeout", CONNECT_TIMEOUT_S))
     except ValueError:
         each_s = CONNECT_TIMEOUT_S
-    return each_s * hosts + 1.0
+    if each_s <= 0:  # libpq's word for "no limit", which psycopg bounds at about two minutes
+        each_s = UNLIMITED_CONNECT_S
+    return max(2.0, each_s) * hosts + 1.0
 
 
 def _sever(connection: psycopg.AsyncConnection[Any]) -> None:

@@ -31,7 +31,7 @@ class Works:
             interrupted = task in self._interrupted
             return None if interrupted and (task.cancelled() or task.exception() is None) else task
         except asyncio.CancelledError:
-            task.cancel()
+            _cancel_once(task)
             await asyncio.wait([task])
             raise
         finally:
@@ -40,8 +40,8 @@ class Works:
     def interrupt(self) -> None:
         """Leadership ends: cancel everything, in the same turn of the loop."""
         for task in self._running:
-            if task.cancel():
-                self._interrupted.add(task)
+            self._interrupted.add(task)
+            _cancel_once(task)
 
     async def ended(self) -> None:
         """Return once nothing runs any more."""
@@ -51,6 +51,12 @@ class Works:
     def inside(self) -> bool:
         """Is the caller itself one of them?"""
         return asyncio.current_task() in self._running
+
+
+def _cancel_once(task: "asyncio.Task[Any]") -> None:
+    """A second cancellation would strike the clean-up that the first one has begun."""
+    if not task.cancelling():
+        task.cancel()
 
 
 async def _called(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

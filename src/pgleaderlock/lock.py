@@ -104,6 +104,8 @@ class LeaderLock:
             raise ConfigurationError("retry_strategy needs a method next_delay_s(ctx): see pgleaderlock.retry")
         if shutdown_event is not None and not isinstance(shutdown_event, asyncio.Event):
             raise ConfigurationError(f"shutdown_event must be an asyncio.Event, not {type(shutdown_event).__name__}")
+        if standby_wait_s and allow_pooler:
+            raise ConfigurationError("standby_wait_s cannot be used behind a pooler: drop it, or connect without one")
         if connect_fn is None:
             check_dsn(dsn)
         elif not callable(connect_fn):

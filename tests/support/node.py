@@ -70,6 +70,10 @@ async def node(dsn: str, name: str, **options: Any) -> AsyncIterator[Node]:
             process.send_signal(signal.SIGCONT)
             process.kill()
         await process.wait()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()
+        await process.stdout.read()  # to its end: a pipe that is open when the loop closes is reported in another test
 
 
 def _say(what: str, **fields: Any) -> None:

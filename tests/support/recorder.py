@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from pgleaderlock import LeaderLock, LockState
 
-__all__ = ["WAIT_S", "Recorder", "somebody_leads"]
+__all__ = ["WAIT_S", "Recorder", "identified", "somebody_leads"]
 
 # How long a test waits for something that must happen. A bound against hanging, never a measure.
 WAIT_S = 20.0
@@ -63,3 +63,10 @@ async def somebody_leads(locks: Sequence[LeaderLock]) -> LeaderLock:
     leading = [lock for lock in locks if lock.is_leader]
     assert len(leading) == 1, f"{len(leading)} lead"
     return leading[0]
+
+
+async def identified(lock: LeaderLock) -> None:
+    """Until the first probe of a term was answered. It follows the grant at once, and would see a loss by itself."""
+    async with asyncio.timeout(WAIT_S):
+        while lock._run is None or lock._run._session is None or not lock._run._session.identified:
+            await asyncio.sleep(0.01)
