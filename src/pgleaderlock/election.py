@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, Self, TypeVar
 
 from pgleaderlock._callbacks import CallbackRegistry, Dispatcher
+from pgleaderlock._changes import Changes
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._driver import Driver
@@ -32,6 +33,7 @@ from pgleaderlock._fsm import Input, Rules
 from pgleaderlock._listener import listen
 from pgleaderlock._logging import get_logger
 from pgleaderlock._roles import LeaderInfo, Role
+from pgleaderlock._watchdog import Watchdog
 from pgleaderlock._work import Works
 from pgleaderlock.errors import ConfigurationError, LockError, NotLeader, SchemaError, ShutdownError
 from pgleaderlock.gate import LeaderGate
@@ -54,7 +56,6 @@ EndCallbackT = TypeVar("EndCallbackT", bound=EndCallback)
 DEFAULT_CHANNEL = "pgleaderlock"
 EXIT_TIMEOUT_S = 10.0
 FORCED_END_S = 5.0
-CHANGES_MAX = 10_000
 STANDALONE_EPOCH = 0
 RELEASE_POLL_S = 0.005
 
@@ -131,8 +132,7 @@ class LeaderElection:
         self._engine: Engine | None = None
         self._task: asyncio.Task[None] | None = None
         self._dispatcher: Dispatcher | None = None
-        self._subscribers: set[asyncio.Queue[LeaderStateChanged | None]] = set()
-        self._announced: dict[str, LeaderStateChanged] = {}
+        self._changes = Changes()
         self._last_error: Exception | None = None
         self._stop_asked = False
         if not enabled:
@@ -275,13 +275,8 @@ class LeaderElection:
 
     async def changes(self) -> AsyncIterator[LeaderStateChanged]:
         """Every change of who leads, as this node sees it, from now on. `is_leader` follows the gate."""
-        queue: asyncio.Queue[LeaderStateChanged | None] = asyncio.Queue(CHANGES_MAX)
-        self._subscribers.add(queue)
-        try:
-            while (change := await queue.get()) is not None:
-                yield change
-        finally:
-            self._subscribers.discard(queue)
+        async for change in self._changes.subscribe():
+            yield change
 
     async def lead(self, role: str, work: Callable[[LeaderToken], Coroutine[Any, Any, T]]) -> T | None:
         """Run `work(token)` whenever the role's gate is open; return what it returns.
@@ -349,7 +344,7 @@ class LeaderElection:
 
     async def _run(self) -> None:
         assert self._dispatcher is not None
-        watchdog = _Watchdog(self._gates, self._hard_stop_after_s, self._clock) if self._hard_stop_after_s else None
+        watchdog = Watchdog(self._gates, self._hard_stop_after_s, self._clock) if self._hard_stop_after_s else None
         try:
             if not self._enabled:
                 self._log.warning("election_disabled")
@@ -372,8 +367,7 @@ class LeaderElection:
                     await self._dispatcher.drained()
             await self._dispatcher.close()
             self._announce()
-            for queue in self._subscribers:
-                _offer(queue, None)
+            self._changes.end()
             if watchdog is not None:
                 watchdog.close()
 
@@ -562,27 +556,22 @@ class LeaderElection:
 
     def _announce(self) -> None:
         """Tell the subscribers what has changed since they were last told."""
-        changed = []
-        for name in self._keys:
-            gate = self._gates[name]
-            info = self.leader(name)
-            now = LeaderStateChanged(
-                name, gate.is_leader, info.epoch if info else None, info.holder_identity if info else None
-            )
-            if self._announced.get(name) != now:
-                self._announced[name] = now
-                changed.append(now)
+        changed = self._changes.news(self._as_seen(name) for name in self._keys)
         if not changed:
             return
         if asyncio.get_running_loop() is self._home:
-            self._tell(changed)
+            self._changes.tell(changed)
         else:
-            self._home.call_soon_threadsafe(self._tell, changed)
+            self._home.call_soon_threadsafe(self._changes.tell, changed)
 
-    def _tell(self, changes: list[LeaderStateChanged]) -> None:
-        for queue in self._subscribers:
-            for change in changes:
-                _offer(queue, change)
+    def _as_seen(self, role: str) -> LeaderStateChanged:
+        info = self.leader(role)
+        return LeaderStateChanged(
+            role,
+            self._gates[role].is_leader,
+            info.epoch if info is not None else None,
+            info.holder_identity if info is not None else None,
+        )
 
     def _gate(self, role: str) -> LeaderGate:
         try:
@@ -611,41 +600,9 @@ class _RoleEmitter:
         self._election.emit(event, self._name, *args)
 
 
-class _Watchdog:
-    """Ends the process if a gate has been shut for too long while work behind it goes on. Its own thread: the loop may
-    be what is stuck. The last resort against a leader that does not notice that it is none."""
-
-    def __init__(self, gates: Mapping[str, LeaderGate], after_s: float, clock: Clock) -> None:
-        self._gates = gates
-        self._after_s = after_s
-        self._clock = clock
-        self._closed = threading.Event()
-        threading.Thread(target=self._watch, name="pgleaderlock watchdog", daemon=True).start()
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _watch(self) -> None:
-        shut_since: dict[str, float] = {}
-        while not self._closed.wait(min(self._after_s / 4, 1.0)):
-            now = self._clock.now()
-            for name, gate in self._gates.items():
-                if gate.is_leader or not gate.in_flight:
-                    shut_since.pop(name, None)
-                elif now - shut_since.setdefault(name, now) >= self._after_s:
-                    get_logger("pgleaderlock").error("hard_stop", role=name, in_flight=gate.in_flight)
-                    os._exit(70)
-
-
 def _settle(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _offer(queue: "asyncio.Queue[LeaderStateChanged | None]", change: LeaderStateChanged | None) -> None:
-    if queue.full():
-        queue.get_nowait()  # whoever does not read for ten thousand changes misses the oldest
-    queue.put_nowait(change)
 
 
 def _library_version() -> str:
