@@ -88,6 +88,7 @@ class Engine:
         self._beat_due_at = 0.0
         self._try_due_at = 0.0
         self._tried_at = 0.0
+        self._connect_due_at = 0.0
         self._errors = 0
         self._draining: dict[str, asyncio.Future[None]] = {}
 
@@ -153,7 +154,7 @@ class Engine:
 
     async def _tick(self) -> None:
         if self._ledger is None:
-            if self._stopping:
+            if self._stopping or self._clock.now() < self._connect_due_at:
                 return
             await self._connect()
         now = self._clock.now()
@@ -183,7 +184,7 @@ class Engine:
     async def _beat(self) -> None:
         sent_at = self._clock.now()
         led = [role for role in self._roles.values() if role.in_term]
-        settled = [role for role in led if not role.settled_told and role.gate.opens_at <= sent_at]
+        settled = [role for role in led if not role.settled_told and role.settled_at <= sent_at]
         beat = await self._there().beat([role.name for role in settled])
         if self._clock.now() < sent_at + self._settings.gate_s:
             for role in led:
@@ -207,6 +208,7 @@ class Engine:
                 self._lose_role(role, LockError(f"epoch {role.epoch} of {role.name!r} was superseded"))
                 await self._there().unlock({role.name: role.keys})
                 role.holds_lock = False
+                self._hurry()
 
     async def _try(self) -> None:
         now = self._clock.now()
@@ -286,14 +288,14 @@ class Engine:
     def _begin_term(self, role: Role, bump: Bump, sent_at: float, won_at: float) -> None:
         assert bump.epoch is not None
         token = LeaderToken(role.name, bump.epoch, self._identity.holder_identity, self._identity.namespace)
-        role.last_opens_at = opens_at(
-            role, bump, won_at, own_instance=self._identity.instance, instant=self._settings.instant
-        )
+        # An instant takeover opens at once, but it has not waited anybody out: whoever follows it still has to.
+        role.settled_at = opens_at(role, bump, won_at, own_instance=self._identity.instance)
+        opening = won_at if self._settings.instant else role.settled_at
         role.settled_told = False
         role.release_asked = False
         role.look = None  # who held it before is no longer who holds it
         # Whether there is a wait or not, the gate never outlives G from before the bump was sent.
-        role.gate.open(token, role.last_opens_at, sent_at + self._settings.gate_s)
+        role.gate.open(token, opening, sent_at + self._settings.gate_s)
         role.driver.feed(Input.ACQUIRE_ATTEMPT)
         role.driver.feed(Input.ACQUIRE_SUCCEEDED)
 
@@ -327,7 +329,7 @@ class Engine:
             role = self._roles[name]
             # Clean only if the releaser had waited its own predecessor out, and nothing of it is still at work.
             quiet = not drained.cancelled() and drained.exception() is None and not role.gate.in_flight
-            terms[name] = (role.epoch or 0, quiet and role.gate.opens_at <= now)
+            terms[name] = (role.epoch or 0, quiet and role.settled_at <= now)
             del self._draining[name]
         for role in (self._roles[name] for name in ready):
             role.gate.close("released")
@@ -363,8 +365,7 @@ class Engine:
         self._failed(error)
         self._attempted()
         delay_s = ERROR_BACKOFF_S[min(self._errors, len(ERROR_BACKOFF_S)) - 1]
-        self._try_due_at = self._clock.now() + delay_s + reconnect_jitter_s(delay_s, self._rng)
-        self._beat_due_at = NEVER
+        self._connect_due_at = self._clock.now() + delay_s + reconnect_jitter_s(delay_s, self._rng)
 
     def _lose_role(self, role: Role, error: Exception) -> None:
         role.gate.close("lost")
@@ -379,8 +380,9 @@ class Engine:
     async def _rest(self) -> None:
         """Until the next thing is due, somebody wakes us, or the session ends."""
         now = self._clock.now()
+        due_at = min(self._next_turn(role, now) for role in self._roles.values())
         due_at = min(
-            self._beat_due_at, self._try_due_at, *(self._next_turn(role, now) for role in self._roles.values())
+            due_at, *([self._connect_due_at] if self._ledger is None else [self._beat_due_at, self._try_due_at])
         )
         if due_at <= now or (self._stopping and self._nothing_held()):
             self._woken.clear()

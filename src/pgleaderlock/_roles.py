@@ -57,7 +57,8 @@ class Role:
         self.release_asked = False
         self.requests: list[int] = []
         self.evicted: int | None = None
-        self.last_opens_at = 0.0
+        self.settled_at = 0.0
+        """When the predecessors of the last term could no longer act, on this node's clock."""
 
     @property
     def epoch(self) -> int | None:
@@ -81,7 +82,7 @@ class Role:
         return now - self.sight.first_seen if self.sight is not None else 0.0
 
 
-def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str, instant: bool) -> float:
+def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str) -> float:
     """When the gate of a new term may open, on this node's clock; `won_at` is the clock after the bump's reply.
 
     The predecessor may act until its deadline, which it counts from before it sent the last beat that was acknowledged.
@@ -89,11 +90,11 @@ def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str, instan
     `wait_t` longer than any G by more than clocks drift, acts later. One who has never looked, or looked at another
     history of this database, counts from the win.
     """
-    if instant or bump.prev_clean:
+    if bump.prev_clean:
         return won_at
     if bump.prev_instance == own_instance:
         # This very process led before, and its gate has been shut since: only what it was itself waiting for remains.
-        return max(won_at, role.last_opens_at)
+        return max(won_at, role.settled_at)
     seen = role.sight
     first_seen = won_at
     if seen is not None and (seen.session_id, seen.beat, seen.history) == (

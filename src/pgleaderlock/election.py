@@ -127,7 +127,7 @@ class LeaderElection:
         self._log = get_logger("pgleaderlock").bind(node=self._node_id)
         self._registry = CallbackRegistry()
         self._gates = {name: LeaderGate(name, clock=self._clock) for name in self._keys}
-        self._instance = str(uuid.uuid4())
+        self._instance = ""
         self._roles: dict[str, Role] = {}
         self._engine: Engine | None = None
         self._task: asyncio.Task[None] | None = None
@@ -165,6 +165,7 @@ class LeaderElection:
             return
         self._stop_asked = False
         self._last_error = None
+        self._instance = str(uuid.uuid4())  # a new run knows nothing of what an earlier one was waiting for
         self._home = asyncio.get_running_loop()
         self._dispatcher = dispatcher = Dispatcher(self._registry, self._clock, self._log)
         dispatcher.start()

@@ -19,7 +19,7 @@ __all__ = ["Beat", "Bump", "Identity", "Ledger", "Look"]
 
 # The ledger's version that this library was written for; one older and one newer serve as well, for rolling upgrades.
 LEDGER_VERSION = 1
-EVICTION_WAIT_MS = 1000
+EVICTION_WAIT_MS = 500
 
 History = tuple[int, int]
 

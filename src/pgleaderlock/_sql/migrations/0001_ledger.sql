@@ -148,6 +148,14 @@ BEGIN
     WHERE s.instance = p_instance AND s.session_id <> open_session.session_id AND s.ended_at IS NULL;
     SELECT h.system_identifier, h.timeline INTO open_session.system_identifier, open_session.timeline
     FROM pgleaderlock.history() h;
+    -- What nobody needs any more goes in small steps, whenever somebody comes.
+    DELETE FROM pgleaderlock.sessions s WHERE s.session_id IN (
+        SELECT o.session_id FROM pgleaderlock.sessions o
+        WHERE o.last_heartbeat < clock_timestamp() - interval '7 days'
+          AND NOT EXISTS (SELECT FROM pgleaderlock.leaders l WHERE l.session_id = o.session_id)
+        LIMIT 500);
+    DELETE FROM pgleaderlock.events e WHERE e.event_id IN (
+        SELECT o.event_id FROM pgleaderlock.events o WHERE o.at < clock_timestamp() - interval '30 days' LIMIT 1000);
 END
 $$;
 
