@@ -30,6 +30,7 @@ from support.election_node import WAIT_S, ElectionNode, Send, SendLog, election_
 QUICK = {"heartbeat_interval_s": 0.2, "late_threshold_s": 0.5, "session_lease_s": 0.8, "acquire_delay_s": (0.05, 0.2)}
 MIDDLE = {"heartbeat_interval_s": 0.3, "late_threshold_s": 0.6, "session_lease_s": 0.9, "acquire_delay_s": (0.05, 0.2)}
 SLOW = {"heartbeat_interval_s": 0.5, "late_threshold_s": 1.0, "session_lease_s": 1.6, "acquire_delay_s": (0.05, 0.3)}
+PATIENT = {"heartbeat_interval_s": 1.0, "late_threshold_s": 3.0, "session_lease_s": 4.0}
 
 
 def fresh_role() -> str:
@@ -152,6 +153,66 @@ async def test_a_clean_handover_lets_the_next_one_send_and_nobody_act_twice(ledg
             third = await log.until(lambda send: send.node == "a")
     assert first.epoch < second.epoch < third.epoch
     assert log.violations() == []
+
+
+# --- What a leader leaves behind that cannot hear that it has lost
+
+
+async def deafen(dsn: str, node: ElectionNode, duration_s: float) -> None:
+    """Block its loop and end its session: its gate stays open until its deadline, and it does not know better."""
+    node.tell("block", duration_s)
+    await end_sessions_of(dsn, node.name)
+
+
+async def end_sessions_of(dsn: str, node: str) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as dba:
+        await dba.execute(
+            "SELECT pg_terminate_backend(backend_pid) FROM pgleaderlock.sessions"
+            " WHERE node_id = %s AND ended_at IS NULL",
+            (node,),
+        )
+
+
+async def test_an_election_that_is_started_again_still_waits_for_its_predecessor(ledger: str, log: SendLog) -> None:
+    """A process that follows itself does not wait for itself, but for whom it was waiting."""
+    role = fresh_role()
+    async with election_node(ledger, "a", role, log.path, **PATIENT) as a:
+        await log.until(lambda send: True)
+        async with election_node(ledger, "b", role, log.path, **QUICK) as b:
+            await b.hears("started")
+            await deafen(ledger, a, PATIENT["session_lease_s"])
+            await b.hears("acquired")
+            assert (await b.asked("ask"))["reason"] == "waiting"
+            await b.asked("again")
+            await log.until(lambda send: send.node == "b")
+            await a.hears("block")
+    assert log.violations() == []
+
+
+@pytest.mark.parametrize("handover", ["step_down", "kill"])
+async def test_two_who_wait_exclude_each_other_though_one_who_does_not_led_in_between(
+    ledger: str, log: SendLog, handover: str
+) -> None:
+    role = fresh_role()
+    async with (
+        election_node(ledger, "a", role, log.path, **PATIENT) as a,
+        election_node(ledger, "instant", role, log.path, **QUICK, takeover="instant") as instant,
+    ):
+        await a.hears("started")
+        await instant.hears("started")
+        while (await log.until(lambda send: True)).node != "a":
+            await instant.asked("step_down")
+        await deafen(ledger, a, PATIENT["session_lease_s"])
+        await log.until(lambda send: send.node == "instant")
+        async with election_node(ledger, "c", role, log.path, **QUICK) as c:
+            await c.hears("started")
+            if handover == "kill":
+                instant.signal(signal.SIGKILL)
+            else:
+                await instant.asked("step_down")
+            await log.until(lambda send: send.node == "c")
+            await a.hears("block")
+    assert log.violations(without="instant") == []
 
 
 # --- All of them at once
@@ -285,14 +346,14 @@ class Storm:
 
     async def _terminate(self, name: str, role: str) -> None:
         async with self._database:
-            await self._end_sessions_of(name)
+            await end_sessions_of(self.server.dsn, name)
 
     async def _deaf(self, name: str, role: str) -> None:
         """Its loop is blocked while its session is ended: its gate is open, and it cannot hear that it has lost."""
         duration_s = self._for_s(name, 1.0, 2.0)
         self.nodes[name].tell("block", duration_s)
         async with self._database:
-            await self._end_sessions_of(name)
+            await end_sessions_of(self.server.dsn, name)
         await asyncio.sleep(duration_s)
 
     async def _numb(self, name: str, role: str) -> None:
@@ -300,7 +361,7 @@ class Storm:
         node = self.nodes[name]
         node.signal(signal.SIGSTOP)
         async with self._database:
-            await self._end_sessions_of(name)
+            await end_sessions_of(self.server.dsn, name)
         await asyncio.sleep(self.rng.uniform(0.05, 0.4))
         node.signal(signal.SIGCONT)
 
@@ -325,14 +386,6 @@ class Storm:
     async def _restart(self, name: str, role: str) -> None:
         async with self._database:
             await asyncio.to_thread(self.server.restart, "immediate")
-
-    async def _end_sessions_of(self, name: str) -> None:
-        async with await psycopg.AsyncConnection.connect(self.server.dsn, autocommit=True) as dba:
-            await dba.execute(
-                "SELECT pg_terminate_backend(backend_pid) FROM pgleaderlock.sessions"
-                " WHERE node_id = %s AND ended_at IS NULL",
-                (name,),
-            )
 
     # -- what came of it
 

@@ -180,12 +180,15 @@ class SendLog:
         nodes = [send.node for send in sorted(self.read(), key=lambda send: send.before_ns) if send.role == role]
         return sum(before != after for before, after in itertools.pairwise(nodes))
 
-    def violations(self) -> list[tuple[Send, Send]]:
-        """Every act that was certainly after one of a newer epoch of its role, with the earliest such."""
+    def violations(self, *, without: str = "") -> list[tuple[Send, Send]]:
+        """Every act that was certainly after one of a newer epoch of its role, with the earliest such.
+
+        What the node `without` has done counts for nothing.
+        """
         found = []
         for role in {send.role for send in self.read()}:
             first: dict[int, Send] = {}
-            acts = [send for send in self.sends if send.role == role]
+            acts = [send for send in self.sends if send.role == role and send.node != without]
             for send in acts:
                 if send.epoch not in first or send.after_ns < first[send.epoch].after_ns:
                     first[send.epoch] = send
@@ -261,6 +264,10 @@ async def _obey(election: LeaderElection, words: list[str]) -> bool:
         case "step_down":
             await election.step_down(role)
             _say("step_down")
+        case "again":
+            await election.shutdown()
+            await election.start()
+            _say("again")
         case "drain":
             await election.shutdown()
             _say("drain")
