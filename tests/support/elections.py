@@ -1,0 +1,198 @@
+"""A database with a ledger, two roles to use it with, and notebooks for elections.
+
+The database is one of its own in the server of this test process, so that tests which need one without a ledger find
+it. Every test uses role names of its own. Imports pgleaderlock, psycopg and the standard library.
+"""
+
+import asyncio
+import contextlib
+import functools
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import dict_row
+
+from pgleaderlock import LeaderElection, LeaderStateChanged, LockState
+from pgleaderlock.migrate import migrate, sql
+
+__all__ = [
+    "HASTY",
+    "PATIENT",
+    "STEADY",
+    "Story",
+    "admin",
+    "fresh_database",
+    "ledger_dsns",
+    "one",
+    "somebody_acts",
+    "until",
+]
+
+# A bound against hanging, never a measure.
+WAIT_S = 20.0
+POLL_S = 0.01
+PLAIN_ROLE = "election_plain"
+PASSWORD = "plain"
+
+_QUICK: dict[str, Any] = {"heartbeat_interval_s": 0.1, "acquire_delay_s": (0.02, 0.05)}
+STEADY: dict[str, Any] = {**_QUICK, "late_threshold_s": 5.0, "session_lease_s": 6.0}
+"""Beats often, and is not impressed by a busy machine."""
+PATIENT: dict[str, Any] = {**_QUICK, "late_threshold_s": 500.0, "session_lease_s": 600.0}
+"""Whoever has to wait T here waits longer than the test: what opens has not waited."""
+HASTY: dict[str, Any] = {**_QUICK, "late_threshold_s": 0.5, "session_lease_s": 0.8}
+"""A T that a test can wait for."""
+
+
+@functools.cache
+def ledger_dsns(superuser_dsn: str) -> dict[str, str]:
+    """The database with a ledger, made once a server: DSNs of its superuser and of a role with `grants.sql` alone."""
+    database = "elections"
+    with psycopg.connect(superuser_dsn, autocommit=True) as conn:
+        conn.execute(f"CREATE DATABASE {database}")
+        conn.execute(f"CREATE ROLE {PLAIN_ROLE} LOGIN PASSWORD '{PASSWORD}'")
+        conn.execute(f"REVOKE ALL ON DATABASE {database} FROM PUBLIC")
+        conn.execute(f"GRANT CONNECT ON DATABASE {database} TO {PLAIN_ROLE}")
+    superuser = make_conninfo(superuser_dsn, dbname=database)
+    asyncio.run(migrate(superuser, grant_to=PLAIN_ROLE))
+    return {"superuser": superuser, "plain": make_conninfo(superuser, user=PLAIN_ROLE, password=PASSWORD)}
+
+
+@contextlib.contextmanager
+def fresh_database(superuser_dsn: str, *, ledger: bool = False) -> Iterator[str]:
+    """A database that belongs to one test."""
+    name = f"fresh_{uuid.uuid4().hex[:12]}"
+    with psycopg.connect(superuser_dsn, autocommit=True) as conn:
+        conn.execute(f"CREATE DATABASE {name}")
+    dsn = make_conninfo(superuser_dsn, dbname=name)
+    try:
+        if ledger:
+            with psycopg.connect(dsn, autocommit=True) as conn:
+                conn.execute(sql().encode())
+        yield dsn
+    finally:
+        with psycopg.connect(superuser_dsn, autocommit=True) as conn:
+            conn.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@contextlib.contextmanager
+def admin(dsn: str) -> Iterator[psycopg.Connection[dict[str, Any]]]:
+    """A superuser's look at the ledger, and hand in it."""
+    with psycopg.connect(dsn, autocommit=True, application_name="pgleaderlock-test-look", row_factory=dict_row) as conn:
+        yield conn
+
+
+def one(dsn: str, query: str, *params: object) -> dict[str, Any]:
+    """The one row of a query."""
+    with admin(dsn) as conn:
+        (row,) = conn.execute(query.encode(), params).fetchall()
+    return row
+
+
+async def until(condition: Callable[[], object], what: str = "") -> None:
+    """Poll for what nobody announces: a change in the server, or one that a thread makes."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + WAIT_S
+    while not condition():
+        assert loop.time() < deadline, f"did not happen in {WAIT_S:g} s: {what or condition}"
+        await asyncio.sleep(POLL_S)
+
+
+class Story:
+    """What one election told its callbacks, in order: `("on_acquired", "billing")`."""
+
+    def __init__(self, election: LeaderElection) -> None:
+        self.election = election
+        self.calls: list[tuple[Any, ...]] = []
+        self.errors: list[Exception] = []
+        self._grown = asyncio.Event()
+        election.on_acquired(lambda role: self._note("on_acquired", role))
+        election.on_released(lambda role: self._note("on_released", role))
+        election.on_lost(lambda role: self._note("on_lost", role))
+        election.on_state_change(lambda role, old, new: self._note("on_state_change", role, old, new))
+        election.on_stopped(lambda: self._note("on_stopped"))
+        election.on_error(self._error)
+
+    @property
+    def events(self) -> list[tuple[Any, ...]]:
+        """The same without the changes of state."""
+        return [call for call in self.calls if call[0] != "on_state_change"]
+
+    def states(self, role: str) -> list[LockState]:
+        return [call[3] for call in self.calls if call[:2] == ("on_state_change", role)]
+
+    async def heard(self, *call: object, times: int = 1) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while sum(entry[: len(call)] == call for entry in self.calls) < times:
+                self._grown.clear()
+                await self._grown.wait()
+
+    def _note(self, *call: object) -> None:
+        self.calls.append(call)
+        self._grown.set()
+
+    def _error(self, error: Exception) -> None:
+        self.errors.append(error)
+        self._note("on_error")
+
+
+class Changes:
+    """Reads `changes()` of one election from now on."""
+
+    def __init__(self, election: LeaderElection) -> None:
+        self.seen: list[LeaderStateChanged] = []
+        self._grown = asyncio.Event()
+        self._task = asyncio.ensure_future(self._read(election))
+
+    async def _read(self, election: LeaderElection) -> None:
+        async for change in election.changes():
+            self.seen.append(change)
+            self._grown.set()
+
+    async def until(self, condition: Callable[[LeaderStateChanged], bool]) -> LeaderStateChanged:
+        async with asyncio.timeout(WAIT_S):
+            while not (self.seen and condition(self.seen[-1])):
+                self._grown.clear()
+                await self._grown.wait()
+        return self.seen[-1]
+
+    async def ended(self) -> None:
+        """Return when the iteration has ended by itself."""
+        async with asyncio.timeout(WAIT_S):
+            await self._task
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+@contextlib.asynccontextmanager
+async def reading(election: LeaderElection) -> AsyncIterator[Changes]:
+    changes = Changes(election)
+    await asyncio.sleep(0)  # now it listens
+    try:
+        yield changes
+    finally:
+        await changes.close()
+
+
+async def somebody_acts(elections: Sequence[LeaderElection], role: str) -> LeaderElection:
+    """The one whose gate opens first. There must be no second one."""
+    waits = [asyncio.ensure_future(election.gate(role).wait_open(WAIT_S)) for election in elections]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    acting = [election for election in elections if election.gate(role).is_leader]
+    assert len(acting) == 1, f"{len(acting)} gates are open"
+    return acting[0]
+
+
+async def opens(election: LeaderElection, role: str) -> None:
+    assert await election.gate(role).wait_open(WAIT_S), f"the gate of {role} did not open"
+
+
+async def bounded(work: Awaitable[Any]) -> Any:
+    async with asyncio.timeout(WAIT_S):
+        return await work
