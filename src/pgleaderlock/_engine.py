@@ -29,6 +29,7 @@ __all__ = ["Engine", "EngineSettings"]
 NEVER = float("inf")
 # A flood of notifications costs at most this many tries a second.
 TRY_GAP_S = 0.02
+BEAT_GAP_S = 0.1
 # A fence that is held by a stuck writer may hold one bump up this long, and all of them together not much longer.
 BUSY_WAIT_MS = 100
 BUSY_ROLES_A_TICK = 2
@@ -86,6 +87,7 @@ class Engine:
         self._stopping = False
         self._forced = False
         self._beat_due_at = 0.0
+        self._beat_at = 0.0
         self._try_due_at = 0.0
         self._tried_at = 0.0
         self._connect_due_at = 0.0
@@ -94,9 +96,9 @@ class Engine:
 
     # --- From outside
 
-    def wake(self) -> None:
-        """Something may have changed: try at once. May be called from any thread."""
-        self._from_outside(self._hurry)
+    def wake(self, hint: str = "") -> None:
+        """Something may have changed: try at once, and look for requests if that is the hint. From any thread."""
+        self._from_outside(self._hurry_to_beat if hint == "requested" else self._hurry)
 
     def ask_stop(self, *, force: bool = False) -> None:
         """Release everything and end; with `force`, without waiting for the work in flight."""
@@ -111,6 +113,11 @@ class Engine:
 
     def _hurry(self) -> None:
         self._try_due_at = min(self._try_due_at, max(self._clock.now(), self._tried_at + TRY_GAP_S))
+        self._woken.set()
+
+    def _hurry_to_beat(self) -> None:
+        """Requests are read with the beat; one a notification would let a flood beat us breathless."""
+        self._beat_due_at = min(self._beat_due_at, max(self._clock.now(), self._beat_at + BEAT_GAP_S))
         self._woken.set()
 
     def _stop(self, force: bool) -> None:
@@ -142,7 +149,7 @@ class Engine:
                     self._log.error("unexpected_error", exc_info=error, error=error)
                     await self._lose(error)
                 else:
-                    self._errors = 0
+                    self._errors = 0 if self._ledger is not None else self._errors
                 self._announce()
                 await self._rest()
             await self._say_goodbye()
@@ -182,7 +189,7 @@ class Engine:
         self._attempted()
 
     async def _beat(self) -> None:
-        sent_at = self._clock.now()
+        sent_at = self._beat_at = self._clock.now()
         led = [role for role in self._roles.values() if role.in_term]
         settled = [role for role in led if not role.settled_told and role.settled_at <= sent_at]
         beat = await self._there().beat([role.name for role in settled])
@@ -355,9 +362,6 @@ class Engine:
             if role.in_term:
                 self._lose_role(role, error)
             role.holds_lock = False
-        for drained in self._draining.values():
-            drained.cancel()
-        self._draining.clear()
         if ledger is not None:
             await ledger.session.close()
         self._errors += 1
@@ -370,6 +374,8 @@ class Engine:
     def _lose_role(self, role: Role, error: Exception) -> None:
         role.gate.close("lost")
         role.requests.clear()
+        if (drained := self._draining.pop(role.name, None)) is not None:
+            drained.cancel()
         if self._stopping:
             role.driver.request_stop()
         releasing = role.driver.state is LockState.RELEASING

@@ -29,13 +29,13 @@ async def listen(
     dsn: Dsn,
     settings: ConnectionSettings,
     channel: str,
-    wake: Callable[[], None],
+    wake: Callable[[str], None],
     *,
     clock: Clock,
     rng: random.Random,
     log: StructuredLogger,
 ) -> None:
-    """Call `wake` at every notification, for ever. Without the connection the election still works, only slower."""
+    """Call `wake` with the payload of every notification, for ever. Without it the election still works, only slower."""
     delay_s = RETRY_S_MIN
     while True:
         try:
@@ -48,9 +48,9 @@ async def listen(
                 text = statement("ledger_listen").decode().format(channel=sql.Identifier(channel).as_string(None))
                 await connection.execute(text.encode())
                 delay_s = RETRY_S_MIN
-                wake()  # whatever was said while nobody listened
-                async for _ in connection.notifies():
-                    wake()
+                wake("")  # whatever was said while nobody listened
+                async for notification in connection.notifies():
+                    wake(notification.payload)
             except psycopg.Error as error:
                 log.debug("listen_lost", error=type(error).__name__)
             finally:
