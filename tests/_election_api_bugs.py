@@ -16,12 +16,11 @@ from pgleaderlock import (
     LeaderToken,
     LockState,
     NotLeader,
-    PgLeaderLockError,
     key_pair,
 )
 from pgleaderlock.errors import ConnectionError
 from pgleaderlock.ledger import Bump, Ledger
-from support.elections import HASTY, PATIENT, STEADY, Story, bounded, ledger_dsns, one, opens, until
+from support.elections import PATIENT, STEADY, bounded, ledger_dsns, opens, until
 from support.server_side import terminate
 
 TOKEN = LeaderToken("scheduler", 7, "node-a")
@@ -96,19 +95,6 @@ async def a_predecessor_that_still_acts(dsn: str, role: str) -> AsyncIterator[Le
         yield frozen
 
 
-async def test_a_node_that_is_restarted_while_it_waits_still_waits(superuser: str, role: str) -> None:
-    """SAFETY. `start()` makes new `Role`s, whose `last_opens_at` is 0: the wait of the own unsettled term is lost."""
-    waits = LeaderElection(superuser, role, node_id="waits", **PATIENT)
-    async with a_predecessor_that_still_acts(superuser, role):
-        async with waits:
-            terminate(superuser, key_pair(role))
-            await until(lambda: waits.state(role) is LockState.LEADER)
-            assert not waits.gate(role).is_leader
-        async with waits:
-            await until(lambda: waits.state(role) is LockState.LEADER)
-            assert not waits.gate(role).is_leader, "it opened at once, while the frozen one may still act"
-
-
 async def test_a_node_that_never_heard_of_its_own_bump_still_waits(
     superuser: str, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,61 +118,6 @@ async def test_a_node_that_never_heard_of_its_own_bump_still_waits(
             await until(lambda: waits.state(role) is LockState.LEADER)
             assert lost
             assert not waits.gate(role).is_leader, "it opened at once, while the frozen one may still act"
-
-
-async def test_an_instant_takeover_does_not_make_the_next_safe_one_forget_the_first(superuser: str, role: str) -> None:
-    """SAFETY, mixed settings. Who does not wait has not settled: its release must not be clean, nor its wait_t short."""
-    instant = LeaderElection(superuser, role, node_id="instant", takeover="instant", **PATIENT)
-    safe = LeaderElection(superuser, role, node_id="safe", **PATIENT)
-    async with a_predecessor_that_still_acts(superuser, role):
-        async with instant:
-            terminate(superuser, key_pair(role))
-            await opens(instant, role)
-        async with safe:
-            await until(lambda: safe.state(role) is LockState.LEADER)
-            assert not safe.gate(role).is_leader, "it opened at once, while the frozen one may still act"
-
-
-async def test_a_request_to_step_down_wakes_the_leader_at_once(superuser: str, role: str) -> None:
-    """The notification makes it try locks, not beat: it reads the request at its next heartbeat only."""
-    slow = {**PATIENT, "heartbeat_interval_s": 400.0}
-    election = LeaderElection(superuser, role, **slow)
-    story = Story(election)
-    async with election:
-        await opens(election, role)
-        one(superuser, "SELECT pgleaderlock.request_step_down(%s, 'pgleaderlock', NULL, 'pgleaderlock')", role)
-        await story.heard("on_released", role)
-
-
-async def test_without_a_listener_a_superseded_leader_competes_again(superuser: str, role: str) -> None:
-    """`_try_due_at` is NEVER while everything is led, and `_reconcile` does not set it."""
-    election = LeaderElection(superuser, role, listen_channel=None, **HASTY)
-    story = Story(election)
-    async with election:
-        await opens(election, role)
-        await until(lambda: election._engine is not None and election._engine._try_due_at == float("inf"))
-        one(superuser, "SELECT pgleaderlock.advance_epoch(%s, 'pgleaderlock', 'pgleaderlock')", role)
-        await story.heard("on_lost", role)
-        await story.heard("on_acquired", role, times=2)
-
-
-async def test_an_epoch_advanced_during_a_drain_is_a_loss_of_that_role_only(superuser: str, role: str) -> None:
-    """`_reconcile` leaves the drain behind; when that ends, RELEASE_SUCCEEDED is fed in FOLLOWER: IllegalTransition."""
-    roles = [role, f"{role}-other"]
-    election = LeaderElection(superuser, roles, **STEADY)
-    story = Story(election)
-    async with election:
-        for name in roles:
-            await opens(election, name)
-        with election.gate(role).acting():
-            stepping = asyncio.ensure_future(election.step_down(role))
-            await until(lambda: election.state(role) is LockState.RELEASING)
-            one(superuser, "SELECT pgleaderlock.advance_epoch(%s, 'pgleaderlock', 'pgleaderlock')", role)
-            await until(lambda: election.gate(role).token is None)
-        await bounded(stepping)
-        await story.heard("on_acquired", role, times=2)
-        assert election.gate(roles[1]).current_epoch == 1, "the other role was lost with it"
-        assert [error for error in story.errors if not isinstance(error, PgLeaderLockError)] == []
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing_running(superuser: str, role: str) -> None:

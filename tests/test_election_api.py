@@ -29,6 +29,7 @@ from pgleaderlock import (
     LockNotAcquired,
     LockState,
     NotLeader,
+    PgLeaderLockError,
     SchemaError,
     ShutdownError,
     acquire_leadership,
@@ -294,6 +295,41 @@ async def test_the_gate_shuts_at_its_deadline_and_opens_again_in_the_same_term(
         assert refused.value.reason == "late_heartbeat"
         await opens(election, role)
         assert gate.current_epoch == 1
+
+
+@contextlib.asynccontextmanager
+async def a_predecessor_that_still_acts(dsn: str, role: str) -> AsyncIterator[None]:
+    """Its gate was open for ten minutes when its session was ended, and it does not compete again."""
+    async with LeaderElection(dsn, role, node_id="frozen", **PATIENT) as frozen:
+        await opens(frozen, role)
+        frozen._roles[role].not_before = float("inf")
+        yield
+
+
+async def test_a_node_that_is_restarted_while_it_waits_still_waits(node_dsn: str, superuser: str, role: str) -> None:
+    waits = LeaderElection(node_dsn, role, node_id="waits", **PATIENT)
+    async with a_predecessor_that_still_acts(node_dsn, role):
+        async with waits:
+            terminate(node_dsn, key_pair(role))
+            await until(lambda: waits.state(role) is LockState.LEADER)
+            assert not waits.gate(role).is_leader
+        async with waits:
+            await until(lambda: waits.state(role) is LockState.LEADER)
+            assert not waits.gate(role).is_leader, "it opened at once, while the frozen one may still act"
+
+
+async def test_an_instant_takeover_does_not_make_the_next_safe_one_forget_the_first(
+    node_dsn: str, superuser: str, role: str
+) -> None:
+    instant = LeaderElection(node_dsn, role, node_id="instant", takeover="instant", **PATIENT)
+    safe = LeaderElection(node_dsn, role, node_id="safe", **PATIENT)
+    async with a_predecessor_that_still_acts(node_dsn, role):
+        async with instant:
+            terminate(node_dsn, key_pair(role))
+            await opens(instant, role)
+        async with safe:
+            await until(lambda: safe.state(role) is LockState.LEADER)
+            assert not safe.gate(role).is_leader, "it opened at once, while the frozen one may still act"
 
 
 # --- The stream of changes
@@ -750,6 +786,47 @@ async def test_an_advanced_epoch_is_noticed_and_a_higher_term_begins(node_dsn: s
             election.gate(role).ensure_epoch(old.epoch)
         assert refused.value.reason == "epoch_changed"
     assert [term["reason"] for term in terms(superuser, role)] == ["superseded", "released"]
+
+
+async def test_a_request_to_step_down_wakes_the_leader_at_once(node_dsn: str, superuser: str, role: str) -> None:
+    slow = {**PATIENT, "heartbeat_interval_s": 400.0}
+    election = LeaderElection(node_dsn, role, **slow)
+    story = Story(election)
+    async with election:
+        await opens(election, role)
+        one(superuser, "SELECT pgleaderlock.request_step_down(%s, 'pgleaderlock', NULL, 'pgleaderlock')", role)
+        await story.heard("on_released", role)
+
+
+async def test_without_a_listener_a_superseded_leader_competes_again(node_dsn: str, superuser: str, role: str) -> None:
+    election = LeaderElection(node_dsn, role, listen_channel=None, **HASTY)
+    story = Story(election)
+    async with election:
+        await opens(election, role)
+        await until(lambda: election._engine is not None and election._engine._try_due_at == float("inf"))
+        one(superuser, "SELECT pgleaderlock.advance_epoch(%s, 'pgleaderlock', 'pgleaderlock')", role)
+        await story.heard("on_lost", role)
+        await story.heard("on_acquired", role, times=2)
+
+
+async def test_an_epoch_advanced_during_a_drain_is_a_loss_of_that_role_only(
+    node_dsn: str, superuser: str, role: str
+) -> None:
+    roles = [role, f"{role}-other"]
+    election = LeaderElection(node_dsn, roles, **STEADY)
+    story = Story(election)
+    async with election:
+        for name in roles:
+            await opens(election, name)
+        with election.gate(role).acting():
+            stepping = asyncio.ensure_future(election.step_down(role))
+            await until(lambda: election.state(role) is LockState.RELEASING)
+            one(superuser, "SELECT pgleaderlock.advance_epoch(%s, 'pgleaderlock', 'pgleaderlock')", role)
+            await until(lambda: election.gate(role).current_epoch != 1)
+        await bounded(stepping)
+        await story.heard("on_acquired", role, times=2)
+        assert election.gate(roles[1]).current_epoch == 1, "the other role was lost with it"
+        assert [error for error in story.errors if not isinstance(error, PgLeaderLockError)] == []
 
 
 # --- Notifications are hints

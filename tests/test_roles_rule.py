@@ -56,8 +56,8 @@ def role() -> Role:
     return Role("r", (1, 2), driver, LeaderGate("r", clock=FakeClock()), Works())
 
 
-def when(role: Role, bump: Bump, won_at: float = 100.0, *, instant: bool = False) -> float:
-    return opens_at(role, bump, won_at, own_instance=ME, instant=instant)
+def when(role: Role, bump: Bump, won_at: float = 100.0) -> float:
+    return opens_at(role, bump, won_at, own_instance=ME)
 
 
 def look(session_id: int | None = 40, beat: int | None = 17) -> Look:
@@ -88,10 +88,6 @@ def test_a_role_that_nobody_has_led_opens_at_once(role: Role) -> None:
     """The ledger's row of a new role is clean, and has no session."""
     fresh = replace(LOST, epoch=1, prev_session_id=None, prev_beat=None, prev_wait_t=0.0, prev_clean=True)
     assert when(role, replace(fresh, prev_instance=None)) == 100.0
-
-
-def test_instant_takeover_opens_at_once(role: Role) -> None:
-    assert when(role, LOST, instant=True) == 100.0
 
 
 # --- After the predecessor
@@ -143,17 +139,17 @@ def test_after_an_epoch_was_advanced_by_hand_the_wait_is_counted_from_the_win(ro
 
 
 def test_its_own_settled_term_is_not_waited_for(role: Role) -> None:
-    role.last_opens_at = 60.0
+    role.settled_at = 60.0
     assert when(role, replace(LOST, prev_instance=ME)) == 100.0
 
 
 def test_after_its_own_unsettled_term_it_waits_for_what_that_one_was_waiting_for(role: Role) -> None:
-    role.last_opens_at = 112.0
+    role.settled_at = 112.0
     assert when(role, replace(LOST, prev_instance=ME)) == 112.0
 
 
 def test_the_same_node_name_in_another_process_is_somebody_else(role: Role) -> None:
-    role.last_opens_at = 60.0
+    role.settled_at = 60.0
     assert when(role, replace(LOST, prev_instance=OTHER)) == 107.0
 
 
