@@ -1,0 +1,263 @@
+"""Failover, lost commits and cancelled waits: an epoch is never handed out twice, and nobody leads on a maybe."""
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from conftest import StartServer
+from pgleaderlock import LeaderElection, LeaderToken, LockState, _session, fenced
+from pgleaderlock._sql import statement
+from pgleaderlock.embedded import EmbeddedPostgres
+from pgleaderlock.keys import key_pair
+from pgleaderlock.migrate import migrate
+from servers import open_folder
+from support.counts import count
+from support.election_node import Send, SendLog, election_node
+
+WAIT_S = 30.0
+POLL_S = 0.01
+SHORT = {"heartbeat_interval_s": 0.3, "late_threshold_s": 0.6, "session_lease_s": 0.9, "acquire_delay_s": (0.05, 0.2)}
+JUMP = 2**32
+
+
+def fresh_role() -> str:
+    return f"role-{uuid.uuid4()}"
+
+
+@pytest.fixture
+def sends(tmp_path: Path) -> SendLog:
+    return SendLog(tmp_path / "sends")
+
+
+@pytest.fixture
+async def pair(throwaway_postgres: StartServer) -> AsyncIterator[tuple[EmbeddedPostgres, EmbeddedPostgres]]:
+    """A primary with the ledger and a table, and a replica that has both."""
+    primary = throwaway_postgres()
+    await migrate(primary.dsn)
+    await dba(primary, "CREATE TABLE orders (number bigint PRIMARY KEY, epoch bigint NOT NULL)")
+    with open_folder() as folder:
+        replica = await asyncio.to_thread(primary.make_replica, folder / "replica")
+        try:
+            yield primary, replica
+        finally:
+            await asyncio.to_thread(replica.close)
+
+
+async def dba(server: EmbeddedPostgres, *statements: str) -> None:
+    async with await psycopg.AsyncConnection.connect(server.dsn, autocommit=True, application_name="dba") as conn:
+        for text in statements:
+            await conn.execute(text.encode())
+
+
+async def rows(server: EmbeddedPostgres, text: str, *params: object) -> list[tuple[object, ...]]:
+    async with await psycopg.AsyncConnection.connect(server.dsn, autocommit=True, application_name="dba") as conn:
+        return await (await conn.execute(text.encode(), params)).fetchall()
+
+
+async def until_row(server: EmbeddedPostgres, text: str, *params: object) -> tuple[object, ...]:
+    """The first row of this query, as soon as there is one: nothing announces it."""
+    async with asyncio.timeout(WAIT_S):
+        while not (found := await rows(server, text, *params)):
+            await asyncio.sleep(POLL_S)
+    return found[0]
+
+
+async def terms(server: EmbeddedPostgres, role: str) -> dict[int, str]:
+    found = await rows(server, "SELECT epoch, holder_identity FROM pgleaderlock.terms WHERE role = %s", role)
+    return {int(str(epoch)): str(holder) for epoch, holder in found}
+
+
+class Writer:
+    """Writes fenced rows, one transaction each, and remembers which of them were acknowledged."""
+
+    def __init__(self, dsn: str, token: LeaderToken, numbers: "itertools.count[int]") -> None:
+        self._dsn, self._token, self._numbers = dsn, token, numbers
+        self.acknowledged: list[int] = []
+        self.tried = 0
+        self._news = asyncio.Event()
+
+    async def run(self) -> None:
+        async with await psycopg.AsyncConnection.connect(self._dsn, application_name="writer") as conn:
+            while True:
+                number = next(self._numbers)
+                self.tried += 1
+                async with fenced(conn, self._token):
+                    await conn.execute("INSERT INTO orders VALUES (%s, %s)", (number, self._token.epoch))
+                self.acknowledged.append(number)
+                self._news.set()
+
+    async def has_written(self, more: int) -> None:
+        wanted = len(self.acknowledged) + more
+        async with asyncio.timeout(WAIT_S):
+            while len(self.acknowledged) < wanted:
+                self._news.clear()
+                await self._news.wait()
+
+
+@contextlib.asynccontextmanager
+async def writing(dsn: str, send: Send, numbers: "itertools.count[int]") -> AsyncIterator[Writer]:
+    writer = Writer(dsn, LeaderToken(send.role, send.epoch, send.holder), numbers)
+    task = asyncio.create_task(writer.run())
+    try:
+        yield writer
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=WAIT_S)
+
+
+async def test_after_a_synchronous_failover_no_epoch_repeats_and_the_old_leader_writes_nothing_that_counts(
+    pair: tuple[EmbeddedPostgres, EmbeddedPostgres], sends: SendLog
+) -> None:
+    """The standby is promoted while the old primary lives, and its leader with it."""
+    primary, standby = pair
+    await dba(primary, "ALTER SYSTEM SET synchronous_standby_names = '*'", "SELECT pg_reload_conf()")
+    await until_row(primary, "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'")
+    role, numbers = fresh_role(), itertools.count()
+    async with (
+        election_node(primary.dsn, "old", role, sends.path, **SHORT) as old,
+        election_node(primary.dsn, "beside", role, sends.path, **SHORT),
+    ):
+        before = await sends.until(lambda send: True)
+        async with writing(primary.dsn, before, numbers) as stale:
+            await stale.has_written(20)
+            await asyncio.to_thread(standby.promote)
+            async with election_node(standby.dsn, "new", role, sends.path, **SHORT):
+                after = await sends.until(lambda send: send.node == "new")
+                acknowledged = len(stale.acknowledged)
+                async with writing(standby.dsn, after, numbers) as current:
+                    await current.has_written(20)
+                await sends.until(lambda send: send.before_ns > after.before_ns + 2 * 10**9)
+                assert len(stale.acknowledged) == acknowledged, "acknowledged beside a newer leader"
+                assert stale.tried == acknowledged + 1, "it is still waiting for an answer to the last one"
+                kept = {int(str(number)) for (number,) in await rows(standby, "SELECT number FROM orders")}
+                assert set(stale.acknowledged) <= kept, "an acknowledged write is missing after the failover"
+                assert after.epoch % JUMP == 0, "the first epoch of a new history"
+                new_terms = await terms(standby, role)
+        assert (await old.asked("ask"))["epoch"] is None
+        old_terms = await terms(primary, role)
+    assert {epoch for epoch, holder in old_terms.items() if new_terms.get(epoch, holder) != holder} == set()
+    assert sends.violations() == []
+    assert all(len(holders) == 1 for holders in sends.epochs(role).values())
+
+
+async def test_after_an_asynchronous_failover_that_lost_terms_no_epoch_repeats(
+    pair: tuple[EmbeddedPostgres, EmbeddedPostgres], sends: SendLog
+) -> None:
+    primary, standby = pair
+    role = fresh_role()
+    async with election_node(primary.dsn, "old", role, sends.path, **SHORT) as old:
+        common = await sends.until(lambda send: True)
+        await until_row(standby, "SELECT 1 FROM pgleaderlock.terms WHERE role = %s", role)
+        await dba(standby, "ALTER SYSTEM SET primary_conninfo = ''", "SELECT pg_reload_conf()")
+        await until_row(primary, "SELECT 1 WHERE NOT EXISTS (SELECT FROM pg_stat_replication)")
+        for _ in range(3):
+            await old.asked("step_down")
+            await sends.until(lambda send: send.node == "old")
+        await asyncio.to_thread(standby.promote)
+        async with election_node(standby.dsn, "new", role, sends.path, **SHORT) as new:
+            await sends.until(lambda send: send.node == "new")
+            for node, name in ((new, "new"), (old, "old"), (new, "new"), (old, "old")):
+                await node.asked("step_down")
+                await sends.until(lambda send, name=name: send.node == name)  # type: ignore[misc]
+            histories = await terms(primary, role), await terms(standby, role)
+    lost, kept = (set(history) - {common.epoch} for history in histories)
+    assert len(lost) >= 5
+    assert len(kept) >= 3
+    assert not lost & kept, "an epoch was handed out in both histories"
+    assert min(kept) == JUMP
+    assert all(len(holders) == 1 for holders in sends.epochs(role).values())
+
+
+# --- Commits that are not on disk yet
+
+
+async def _epochs_over_crashes(server: EmbeddedPostgres, crashes: int) -> list[int]:
+    """The epochs of as many terms, each ended by a crash of the server as soon as it is known."""
+    role, handed_out = fresh_role(), []
+    for _ in range(crashes):
+        async with LeaderElection(server.dsn, role, acquire_delay_s=(0.05, 0.1)) as election:
+            async with asyncio.timeout(WAIT_S):
+                while election.gate(role).token is None:
+                    await election.gate(role).wait_changed()
+            handed_out.append(election.gate(role).current_epoch or 0)
+            await asyncio.to_thread(server.stop, "immediate")
+        await asyncio.to_thread(server.start)
+    return handed_out
+
+
+@pytest.fixture
+async def careless(throwaway_postgres: StartServer) -> EmbeddedPostgres:
+    """A server whose DBA prefers speed: what is committed is on disk at some later time."""
+    server = throwaway_postgres(wal_writer_delay="10s")
+    await migrate(server.dsn)
+    await dba(server, "ALTER DATABASE postgres SET synchronous_commit = off", "CHECKPOINT")
+    return server
+
+
+@pytest.mark.timeout(300)
+async def test_no_epoch_is_issued_again_after_a_crash_though_commits_are_asynchronous(
+    careless: EmbeddedPostgres,
+) -> None:
+    assert await rows(careless, "SHOW synchronous_commit") == [("off",)]
+    epochs = await _epochs_over_crashes(careless, count(3, 20))
+    assert epochs == sorted(set(epochs))
+
+
+async def test_without_a_durable_commit_the_same_crashes_do_issue_an_epoch_again(
+    careless: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = statement("ledger_open")
+    durable = b"THEN set_config('synchronous_commit', 'on', false)"
+    assert durable in whole
+    forgetful = whole.replace(durable, b"THEN 'off'")
+    monkeypatch.setattr(_session, "statement", lambda name: forgetful if name == "ledger_open" else statement(name))
+    epochs = await _epochs_over_crashes(careless, 4)
+    assert len(set(epochs)) < len(epochs)
+
+
+# --- A maybe
+
+
+async def test_a_cancelled_wait_for_a_standby_is_not_led_on(throwaway_postgres: StartServer) -> None:
+    """The bump is committed here and nowhere else, which the server calls a warning: nobody leads on that."""
+    server = throwaway_postgres()
+    await migrate(server.dsn)
+    role = fresh_role()
+    election = LeaderElection(server.dsn, role, heartbeat_interval_s=20.0, acquire_delay_s=(0.05, 0.1))
+    acquired: list[int | None] = []
+    errors: list[Exception] = []
+    failed = asyncio.Event()
+    election.on_acquired(lambda role: acquired.append(election.gate(role).current_epoch))
+
+    @election.on_error
+    def note(error: Exception) -> None:
+        errors.append(error)
+        failed.set()
+
+    async with await psycopg.AsyncConnection.connect(server.dsn, autocommit=True) as holder:
+        await holder.execute("SELECT pg_advisory_lock(%s, %s)", key_pair(role))
+        await election.start()
+        await dba(server, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
+        await until_row(server, "SELECT 1 WHERE current_setting('synchronous_standby_names') = 'nobody'")
+    (pid,) = await until_row(
+        server, "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND query LIKE %s", "%.bump(%"
+    )
+    assert (election.state(role), acquired) == (LockState.FOLLOWER, [])
+    await rows(server, "SELECT pg_cancel_backend(%s)", pid)
+    async with asyncio.timeout(WAIT_S):
+        await failed.wait()
+    assert "unknown" in str(errors[0])
+    assert election.gate(role).token is None
+    assert acquired == []
+    (maybe,) = await terms(server, role)
+    await until_row(server, "SELECT 1 WHERE NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = %s)", pid)
+    await dba(server, "ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()")
+    assert await election.gate(role).wait_open(WAIT_S)
+    assert acquired == [maybe + 1], "the epoch that may have been lost is never used"
+    await election.shutdown()
