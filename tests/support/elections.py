@@ -15,7 +15,7 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 
-from pgleaderlock import LeaderElection, LeaderStateChanged, LockState
+from pgleaderlock import LeaderElection, LeaderStateChanged, LockState, key_pair
 from pgleaderlock.migrate import migrate, sql
 
 __all__ = [
@@ -196,3 +196,26 @@ async def opens(election: LeaderElection, role: str) -> None:
 async def bounded(work: Awaitable[Any]) -> Any:
     async with asyncio.timeout(WAIT_S):
         return await work
+
+
+class SilentLeader:
+    """A session that has won the role and recorded itself, and now sits in a transaction, where no lease ends it."""
+
+    def __init__(self, dsn: str, role: str, lease_s: float) -> None:
+        self.conn = psycopg.connect(dsn, autocommit=True, application_name="pgleaderlock-test-silent")
+        keys = key_pair(role)
+        row = self.conn.execute(
+            "SELECT session_id FROM pgleaderlock.open_session('pgleaderlock', gen_random_uuid(), 'silent', 'h', 1,"
+            " 'silent-h-1', %s, %s, true, 'test')",
+            (lease_s / 2, lease_s),
+        ).fetchone()
+        assert row is not None
+        self.session_id: int = row[0]
+        self.conn.execute("SELECT pg_advisory_lock(%s, %s)", keys)
+        won = self.conn.execute(
+            "SELECT outcome FROM pgleaderlock.bump(%s, ARRAY[%s], ARRAY[%s], ARRAY[%s], 0, 'pgleaderlock')",
+            (self.session_id, role, *keys),
+        ).fetchone()
+        assert won == ("won",)
+        self.conn.execute("BEGIN")
+        self.conn.execute("SELECT 1")
