@@ -53,14 +53,29 @@ class ElectionNode:
 
     async def hears(self, what: str, *, since: int = 0, **fields: Any) -> dict[str, Any]:
         """The first line from number `since` on that says `what`, with these fields."""
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                for message in self.said[since:]:
-                    if message["what"] == what and all(message.get(key) == value for key, value in fields.items()):
-                        return message
-                assert not self._reading.done(), f"node {self.name} ended before it said {what!r}: {self.said}"
+
+        def found() -> dict[str, Any] | None:
+            for message in self.said[since:]:
+                if message["what"] == what and all(message.get(key) == value for key, value in fields.items()):
+                    return message
+            return None
+
+        await self.until(lambda: found() is not None)
+        message = found()
+        assert message is not None
+        return message
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+        """Wait until the condition holds; it is looked at whenever the node has said something."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                assert not self._reading.done(), f"node {self.name} has ended; it had said {self.said[-20:]}"
                 self._news.clear()
                 await self._news.wait()
+
+    def acquired(self) -> dict[str, int]:
+        """The roles that it has won, and when it last did."""
+        return {message["role"]: message["at_ns"] for message in self.said if message["what"] == "acquired"}
 
     def tell(self, *words: object) -> None:
         assert self.process.stdin is not None

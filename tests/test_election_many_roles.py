@@ -1,0 +1,170 @@
+"""A thousand roles on one node cost what one costs: connections, statements, memory; and none delays another.
+
+Durations are printed here and judged by `make bench`.
+"""
+
+import asyncio
+import contextlib
+import re
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from conftest import StartServer
+from pgleaderlock.embedded import EmbeddedPostgres
+from pgleaderlock.migrate import migrate
+from support.counts import count
+from support.election_node import WAIT_S, ElectionNode, election_node
+
+MANY = {
+    "heartbeat_interval_s": 1.0,
+    "late_threshold_s": 2.0,
+    "session_lease_s": 3.0,
+    "acquire_delay_s": (0.1, 0.3),
+    "acts": False,
+}
+RESIDENT_KB_MAX = 100 * 1024
+_STATEMENT = re.compile(r"^(\d+) LOG:  statement: ", re.MULTILINE)
+
+
+def many() -> list[str]:
+    return [f"role-{number:04}" for number in range(count(100, 1000))]
+
+
+@pytest.fixture
+async def server(throwaway_postgres: StartServer) -> EmbeddedPostgres:
+    """A server that writes down every statement, and who sent it."""
+    server = throwaway_postgres(log_statement="all", log_line_prefix="%p ")
+    await migrate(server.dsn)
+    return server
+
+
+async def look(server: EmbeddedPostgres, text: str, *params: object) -> list[tuple[Any, ...]]:
+    async with await psycopg.AsyncConnection.connect(server.dsn, autocommit=True, application_name="look") as conn:
+        return await (await conn.execute(text.encode(), params)).fetchall()
+
+
+async def session_of(server: EmbeddedPostgres, node: str) -> int:
+    (found,) = await look(
+        server, "SELECT backend_pid FROM pgleaderlock.sessions WHERE node_id = %s AND ended_at IS NULL", node
+    )
+    return int(found[0])
+
+
+def statements(server: EmbeddedPostgres, pid: int) -> list[str]:
+    """What one backend was asked, in order: `beat`, `try`, or the statement itself."""
+    texts = _STATEMENT.split(server.log_path.read_text())[1:]
+    kinds = {"pgleaderlock.beat(": "beat", "pg_try_advisory_lock(": "try"}
+    return [
+        next((kind for mark, kind in kinds.items() if mark in text), text[:80])
+        for sender, text in zip(texts[::2], texts[1::2], strict=True)
+        if int(sender) == pid
+    ]
+
+
+async def statements_over(server: EmbeddedPostgres, pid: int, beats: int) -> Counter[str]:
+    """What one backend is asked from now on, until it has beaten so often. Nothing announces a line in the log."""
+    before = len(statements(server, pid))
+    async with asyncio.timeout(WAIT_S):
+        while (asked := statements(server, pid)[before:]).count("beat") < beats:
+            await asyncio.sleep(0.1)
+    return Counter(asked)
+
+
+@contextlib.asynccontextmanager
+async def leader_and_follower(
+    server: EmbeddedPostgres, roles: list[str], folder: Path
+) -> AsyncIterator[tuple[ElectionNode, ElectionNode]]:
+    """One that leads all of them, and one that has seen it."""
+    async with election_node(server.dsn, "first", roles, folder / "sends", **MANY) as first:
+        await first.until(lambda: len(first.acquired()) == len(roles))
+        async with election_node(server.dsn, "second", roles, folder / "sends", **MANY) as second:
+            await second.hears("started")
+            yield first, second
+
+
+@pytest.mark.timeout(300)
+async def test_many_roles_share_two_connections_and_two_statements_a_tick(
+    server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    roles = many()
+    async with leader_and_follower(server, roles, tmp_path) as (first, second):
+        for node in (first, second):
+            (connections,) = await look(
+                server,
+                "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE %s",
+                f"pgleaderlock % {node.name} %",
+            )
+            assert connections == (2,), "one, and one that listens"
+        asked = await statements_over(server, await session_of(server, "first"), beats=3)
+        assert set(asked) == {"beat"}, "a leader of everything has nothing else to ask"
+        followed = await statements_over(server, await session_of(server, "second"), beats=3)
+        assert set(followed) == {"beat", "try"}
+        # A tick is a try at most every 0.1 s and a beat every 0.8 s: no statement is there once for each role.
+        assert followed["try"] <= 3 * 12 + 12
+        memory = {node.name: await node.asked("memory") for node in (first, second)}
+        resident = ", ".join(f"{said['rss_kb'] / 1024:.0f} MB" for said in memory.values())
+        print(  # noqa: T201
+            f"{len(roles)} roles: {dict(asked)} of the leader and {dict(followed)} of the follower over 3 beats;"
+            f" resident {resident}"
+        )
+        assert memory["first"]["led"] == len(roles)
+        assert memory["second"]["led"] == 0
+        assert max(said["rss_kb"] for said in memory.values()) < RESIDENT_KB_MAX
+
+
+async def test_without_a_listener_there_is_one_connection(server: EmbeddedPostgres, tmp_path: Path) -> None:
+    async with election_node(server.dsn, "quiet", many(), tmp_path / "sends", **MANY, listen_channel=None) as node:
+        await node.until(lambda: len(node.acquired()) == len(many()))
+        assert await look(
+            server, "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'pgleaderlock%%'"
+        ) == [(1,)]
+
+
+@pytest.mark.timeout(300)
+async def test_when_a_leader_of_many_is_killed_another_leads_all_of_them(
+    server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    roles = many()
+    async with leader_and_follower(server, roles, tmp_path) as (first, second):
+        first.signal(signal.SIGKILL)
+        await second.until(lambda: len(second.acquired()) == len(roles))
+        won = second.acquired().values()
+        print(f"{len(roles)} roles: all within {(max(won) - min(won)) / 1e9:.3f} s of the first")  # noqa: T201
+        await second.until(lambda: _open_gates(second) == set(roles))
+        epochs = await look(server, "SELECT role, max(epoch), count(*) FROM pgleaderlock.terms GROUP BY role")
+        assert {role: (epoch, terms) for role, epoch, terms in epochs} == dict.fromkeys(roles, (2, 2))
+
+
+@pytest.mark.timeout(300)
+async def test_a_stuck_writer_holds_up_its_own_role_and_no_other(server: EmbeddedPostgres, tmp_path: Path) -> None:
+    roles = many()
+    busy = roles[len(roles) // 2]
+    async with leader_and_follower(server, roles, tmp_path) as (first, second):
+        async with await psycopg.AsyncConnection.connect(server.dsn, application_name="stuck writer") as writer:
+            await writer.execute("SELECT pgleaderlock.fence(%s, 1)", (busy,))
+            first.signal(signal.SIGKILL)
+            await second.until(lambda: len(second.acquired()) == len(roles) - 1)
+            assert busy not in second.acquired()
+            # It has the lock by now, and keeps asking; the others are beaten for all the while.
+            await second.until(lambda: _open_gates(second) == set(roles) - {busy})
+            asked = await statements_over(server, await session_of(server, "second"), beats=3)
+            assert asked["beat"] == 3
+            assert (await second.asked("memory"))["led"] == len(roles) - 1
+            stuck = await second.asked("ask", busy)
+            assert (stuck["epoch"], stuck["reason"]) == (None, "never_led")
+            assert stuck["state"] in ("follower", "acquiring")
+            await writer.commit()
+        await second.until(lambda: busy in second.acquired())
+        await second.until(lambda: _open_gates(second) == set(roles))
+
+
+def _open_gates(node: ElectionNode) -> set[str]:
+    """The roles that it may act for, by the changes that it has told of."""
+    last = {message["role"]: message["is_leader"] for message in node.said if message["what"] == "change"}
+    return {role for role, is_leader in last.items() if is_leader}
