@@ -35,7 +35,7 @@ async def listen(
     rng: random.Random,
     log: StructuredLogger,
 ) -> None:
-    """Call `wake` with the payload of every notification, for ever. Without it the election still works, only slower."""
+    """Call `wake` with the payload of every notification, for ever. Without it the election works all the same."""
     delay_s = RETRY_S_MIN
     while True:
         try:

@@ -45,7 +45,7 @@ from pgleaderlock.cli._timing import (
     timing_options,
 )
 from pgleaderlock.cli.status import describe, look_at
-from pgleaderlock.cli.supervise import FORWARDED_SIGNALS, Supervised
+from pgleaderlock.cli.supervise import Supervised
 from pgleaderlock.errors import LockError, PgLeaderLockError, ShutdownError, UnsafeSessionError
 from pgleaderlock.lock import LeaderLock, LockOptions
 from pgleaderlock.models import RetryContext
@@ -59,8 +59,6 @@ RETRY_BASE_S, RETRY_MAX_S = 0.2, 2.0
 # The command has ended: a server that does not answer must not hold up its exit code.
 SHUTDOWN_TIMEOUT_S = 5.0
 HOLDER_TIMEOUT_S = 2.0
-# These end the wait for the lock; the others mean something to the command alone.
-ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 
 
 class NotWon(PgLeaderLockError):
@@ -73,77 +71,6 @@ class LeadershipLost(PgLeaderLockError):
     """The command was stopped, because this node no longer leads."""
 
     exit_code = EXIT_LOST
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be run, and under which conditions."""
-
-    lock_key: LockKey
-    command: Sequence[str]
-    env: Mapping[str, str]
-    wait_s: float
-    """How long to compete; 0 is one try."""
-    grace_s: float
-    log_level: str | None
-
-
-class _Ended(Exception):
-    """Leaves `LeaderLock.lead` for good: it starts a work again in the next term, but a command runs once."""
-
-
-@dataclass
-class OneRun:
-    """The command, from the moment this node leads until nobody of its group is left."""
-
-    job: Job
-    began: bool = False
-    called_off: bool = False
-    lost: bool = False
-    exit_code: int | None = None
-    all_gone: bool = True
-    reason: Exception | None = None
-    interrupted_by: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    _child: Supervised | None = None
-    _early_signals: list[int] = field(default_factory=list)
-
-    async def work(self, lock: LeaderLock) -> None:
-        """For `lead`: cancelled the moment leadership ends. Always leaves by an exception, so that it runs once."""
-        if self.called_off:
-            raise _Ended
-        self.began = True
-        configure(self.job.log_level or "WARNING")
-        try:
-            self._child = child = await Supervised.start(self.job.command, self.job.env)
-            await self._see_through(child, lock)
-        except asyncio.CancelledError:
-            # Leadership has ended before the command has, or before it was known to have started.
-            self.lost = self.exit_code is None
-            self.reason = self.reason or lock.last_error
-        raise _Ended
-
-    async def _see_through(self, child: Supervised, lock: LeaderLock) -> None:
-        for signum in self._early_signals:
-            child.forward(signum)
-        try:
-            try:
-                self.exit_code = await child.wait()
-            except asyncio.CancelledError:
-                self.reason = lock.last_error  # Now: while the command ends, other things may go wrong.
-                raise
-            finally:
-                # Also after it has ended by itself: what it left in the background would go on without the lock.
-                self.all_gone = await child.stop(self.job.grace_s)
-        finally:
-            child.close()
-
-    def on_signal(self, signum: int) -> None:
-        if self._child is not None:
-            self._child.forward(signum)
-        elif self.began:
-            self._early_signals.append(signum)
-        elif signum in ENDING_SIGNALS and not self.interrupted_by.done():
-            self.interrupted_by.set_result(signum)
 
 
 class Attempts:
@@ -278,7 +205,7 @@ async def _compete_and_run(dsn: str, job: Job, timing: LockOptions) -> int:
     options["retry_strategy"] = attempts
     lock = make_lock(dsn, job.lock_key, **options)
     _warn_of_overlap(job, timing)
-    _catch_signals(run)
+    run.catch_signals()
     await lock.start()
     leading = asyncio.ensure_future(lock.lead(lambda: run.work(lock)))
     enough: list[asyncio.Future[Any]] = [leading, run.interrupted_by]
@@ -291,7 +218,7 @@ async def _compete_and_run(dsn: str, job: Job, timing: LockOptions) -> int:
         with contextlib.suppress(ShutdownError):
             await lock.shutdown(SHUTDOWN_TIMEOUT_S)
     # Whatever made it end: `lead` has heard of it by now. What the command's start raised (126, 127) is raised here.
-    with contextlib.suppress(_Ended, LockError):
+    with contextlib.suppress(Ended, LockError):
         await leading
     if run.began:
         return _outcome(run)
@@ -300,14 +227,6 @@ async def _compete_and_run(dsn: str, job: Job, timing: LockOptions) -> int:
     if attempts.last_error is not None:
         raise _for_people(attempts.last_error)
     raise NotWon(await _not_won(dsn, job))
-
-
-def _catch_signals(run: OneRun) -> None:
-    loop = asyncio.get_running_loop()
-    for signum in FORWARDED_SIGNALS:
-        # What our parent wants ignored (nohup, a background job's Ctrl-C) stays ignored, for the command too.
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            loop.add_signal_handler(signum, run.on_signal, signum)
 
 
 def _outcome(run: OneRun) -> int:
