@@ -376,7 +376,7 @@ async def test_wait_closed_is_about_one_term_and_not_about_the_next(gate: Leader
 
 async def test_a_wait_that_is_cancelled_leaves_nothing_behind(gate: LeaderGate, clock: FakeClock) -> None:
     gate.open(FIRST, clock.now() + 3.0, clock.now() + 6.0)
-    waits = [asyncio.ensure_future(wait) for wait in (gate.wait_open(), gate.wait_changed())]
+    waits = [asyncio.ensure_future(wait) for wait in (gate.wait_open(), gate.wait_over(FIRST))]
     await turns()
     for wait in waits:
         wait.cancel()

@@ -11,9 +11,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pgleaderlock.errors import ConfigurationError
-from pgleaderlock.keys import DEFAULT_NAMESPACE, KeyPair, key_pair, key_pair_from_bigint
+from pgleaderlock.keys import KeyPair, key_pair, key_pair_from_bigint
 
-__all__ = ["ROLES_MAX", "Timing", "from_environment", "role_keys"]
+__all__ = [
+    "ROLES_MAX",
+    "Timing",
+    "check_channel",
+    "check_flags",
+    "check_node_id",
+    "check_optional_seconds",
+    "from_environment",
+    "role_keys",
+]
 
 # The server's lock table is shared by everybody and holds some 12,000 entries at its defaults: a full one refuses
 # new connections. One node takes two entries a role at most, its lock and for a moment its fence.
@@ -71,7 +80,7 @@ class Timing:
                 f"acquire_delay_s goes up to {high_s:g}, and a session that is silent for session_lease_s={lease_s:g} "
                 "is dropped: shorten the delay"
             )
-        if standby_wait_s != 0:
+        if isinstance(standby_wait_s, bool) or standby_wait_s != 0:
             _positive("standby_wait_s", standby_wait_s)
         return cls(interval_s, gate_s, lease_s, (float(low_s), float(high_s)), float(standby_wait_s))
 
@@ -83,6 +92,8 @@ def role_keys(roles: str | Iterable[str] | Mapping[str, int], namespace: str) ->
         for name in pairs:
             key_pair(name, namespace)  # the name is checked all the same: it is the role's name in the ledger
     else:
+        if not isinstance(roles, str | Iterable):
+            raise ConfigurationError(f"roles must be a name or several names, not {type(roles).__name__}")
         names = [roles] if isinstance(roles, str) else list(roles)
         pairs = {}
         for name in names:
@@ -108,6 +119,22 @@ def check_channel(channel: object) -> str:
     if not isinstance(channel, str) or not channel or "\0" in channel or len(channel.encode()) > CHANNEL_BYTES_MAX:
         raise ConfigurationError(f"listen_channel must be a name of 1 to {CHANNEL_BYTES_MAX} bytes, not {channel!r}")
     return channel
+
+
+def check_node_id(node_id: object) -> None:
+    if node_id is not None and (not isinstance(node_id, str) or not node_id.strip() or "\0" in node_id):
+        raise ConfigurationError(f"node_id must be a name of this node, such as its host name, not {node_id!r}")
+
+
+def check_optional_seconds(what: str, value: object) -> None:
+    if value is not None:
+        _positive(what, value)
+
+
+def check_flags(**flags: object) -> None:
+    for what, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ConfigurationError(f"{what} must be True or False, not {flag!r}")
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, object]:
@@ -143,7 +170,7 @@ def _milliseconds(env: Mapping[str, str], variable: str) -> float:
         value = float(env[variable])
     except ValueError:
         value = math.nan
-    if not value > 0:
+    if not (value > 0 and math.isfinite(value)):
         raise ConfigurationError(f"{variable}={env[variable]!r} is not usable: give a number of milliseconds above 0")
     return value / 1000
 
@@ -162,6 +189,3 @@ def _positive(what: str, value: object) -> float:
     if not math.isfinite(value) or value <= 0:
         raise ConfigurationError(f"{what}={value} is not usable: give a positive number of seconds")
     return float(value)
-
-
-__all__ += ["DEFAULT_NAMESPACE", "check_channel"]

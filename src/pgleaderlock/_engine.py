@@ -262,6 +262,7 @@ class Engine:
             return
         busy = await self._bump(won, wait_ms=0)
         # Those in front of which fenced transactions of the predecessor still run: queue up behind them, briefly.
+        self._rng.shuffle(busy)  # so that those which are stuck do not stand in front of those which are only busy
         for name in busy[:BUSY_ROLES_A_TICK]:
             await self._bump({name: self._roles[name]}, wait_ms=BUSY_WAIT_MS)
         if any(role.holds_lock and not role.in_term for role in won.values()):
@@ -297,6 +298,7 @@ class Engine:
         token = LeaderToken(role.name, bump.epoch, self._identity.holder_identity, self._identity.namespace)
         # An instant takeover opens at once, but it has not waited anybody out: whoever follows it still has to.
         role.settled_at = opens_at(role, bump, won_at, own_instance=self._identity.instance)
+        role.term_session_id = self._there().session_id
         opening = won_at if self._settings.instant else role.settled_at
         role.settled_told = False
         role.release_asked = False

@@ -57,6 +57,8 @@ class Role:
         self.release_asked = False
         self.requests: list[int] = []
         self.evicted: int | None = None
+        self.term_session_id: int | None = None
+        """The session in which the last term began that this node has heard of."""
         self.settled_at = 0.0
         """When the predecessors of the last term could no longer act, on this node's clock."""
 
@@ -92,8 +94,9 @@ def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str) -> flo
     """
     if bump.prev_clean:
         return won_at
-    if bump.prev_instance == own_instance:
-        # This very process led before, and its gate has been shut since: only what it was itself waiting for remains.
+    if bump.prev_instance == own_instance and bump.prev_session_id == role.term_session_id:
+        # This very process led before, and its gate has been shut since: only what it was itself waiting for remains. A
+        # term of its own that it never heard of (the answer was lost) is another matter: it knows nothing of that wait.
         return max(won_at, role.settled_at)
     seen = role.sight
     first_seen = won_at

@@ -27,7 +27,15 @@ from pgleaderlock._changes import Changes
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._driver import Driver
-from pgleaderlock._election_settings import Timing, check_channel, from_environment, role_keys
+from pgleaderlock._election_settings import (
+    Timing,
+    check_channel,
+    check_flags,
+    check_node_id,
+    check_optional_seconds,
+    from_environment,
+    role_keys,
+)
 from pgleaderlock._engine import Engine, EngineSettings
 from pgleaderlock._fsm import Input, Rules
 from pgleaderlock._listener import listen
@@ -104,10 +112,19 @@ class LeaderElection:
             raise ConfigurationError("standby_wait_s waits at the server for one role only: name one role, or drop it")
         if takeover not in ("safe", "instant"):
             raise ConfigurationError(f"takeover={takeover!r} is unknown: give 'safe' or 'instant'")
-        if node_id is not None and not str(node_id).strip():
-            raise ConfigurationError("node_id must be a name of this node, such as its host name")
-        if hard_stop_after_s is not None and not hard_stop_after_s > 0:
-            raise ConfigurationError(f"hard_stop_after_s={hard_stop_after_s!r} must be a positive number of seconds")
+        check_node_id(node_id)
+        check_optional_seconds("stale_threshold_s", stale_threshold_s)
+        check_optional_seconds("hard_stop_after_s", hard_stop_after_s)
+        check_flags(
+            evict_stale=evict_stale,
+            candidate=candidate,
+            heartbeat_thread=heartbeat_thread,
+            enabled=enabled,
+            standalone=standalone,
+            allow_pooler=allow_pooler,
+        )
+        if standby_wait_s and allow_pooler:
+            raise ConfigurationError("standby_wait_s cannot be used behind a pooler: drop it, or connect without one")
         if not standalone and enabled:
             check_dsn(dsn)
         self._dsn = dsn
@@ -176,8 +193,15 @@ class LeaderElection:
         self._attempted = asyncio.Event()
         attempted = asyncio.ensure_future(self._attempted.wait())
         either: list[asyncio.Future[Any]] = [attempted, self._task]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        attempted.cancel()
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            # `async with` never reaches its end then: nothing may be left running.
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            raise
+        finally:
+            attempted.cancel()
         if isinstance(self._last_error, SchemaError):
             refused = self._last_error
             await self.shutdown()
@@ -213,6 +237,9 @@ class LeaderElection:
         Out of time, it is released all the same, but not as clean. Does nothing when not leading.
         """
         found = self._role(role)
+        if self._standalone and found.driver.state is LockState.LEADER:
+            await self._step_down_alone(found)
+            return
         if self._engine is None or found.driver.state not in (LockState.LEADER, LockState.RELEASING):
             return
         token = found.gate.token
@@ -276,6 +303,8 @@ class LeaderElection:
 
     async def changes(self) -> AsyncIterator[LeaderStateChanged]:
         """Every change of who leads, as this node sees it, from now on. `is_leader` follows the gate."""
+        if self._task is not None and self._task.done():
+            return
         async for change in self._changes.subscribe():
             yield change
 
@@ -500,6 +529,16 @@ class LeaderElection:
             role.driver.feed(Input.ACQUIRE_SUCCEEDED)
         self._announce()
 
+    async def _step_down_alone(self, role: Role) -> None:
+        """There is nobody to hand over to: the role stays down until the next start."""
+        role.gate.drain()
+        role.driver.feed(Input.RELEASE_REQUESTED)
+        if not self._inside():
+            await self._quiet(role)
+        role.gate.close("released")
+        role.driver.feed(Input.RELEASE_SUCCEEDED)
+        self._announce()
+
     def _fold_up(self, role: Role) -> None:
         role.gate.close("released")
         role.driver.request_stop()
@@ -532,8 +571,8 @@ class LeaderElection:
             opening.cancel()
 
     async def _term_over(self, role: Role, token: LeaderToken | None) -> None:
-        while role.gate.token is token and token is not None:
-            await role.gate.wait_changed()
+        if token is not None:
+            await role.gate.wait_over(token)
         while role.driver.state is LockState.RELEASING:  # noqa: ASYNC110 - it follows its gate in one round trip
             await asyncio.sleep(RELEASE_POLL_S)
 

@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
@@ -124,9 +124,7 @@ class LeaderGate:
         """True as soon as the gate is open; False when `timeout_s` is over first."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.is_leader:
-                    opens_at, deadline, _ = self._visible
-                    await self._changed_or_at(opens_at if opens_at < deadline else NEVER)
+                await self._until(lambda: self.is_leader, self._next_opening)
         except TimeoutError:
             return False
         return True
@@ -137,7 +135,7 @@ class LeaderGate:
 
     def enable(self, token: LeaderToken) -> None:
         """Lift the veto, for the term of this token. Never opens a gate that is shut for another reason."""
-        if token.epoch != self.current_epoch:
+        if token != self._term.token:
             raise NotLeader(
                 self.role,
                 "epoch_changed",
@@ -196,19 +194,17 @@ class LeaderGate:
         """The token of the current term, open or not."""
         return self._term.token
 
-    async def wait_changed(self) -> None:
-        """Return at the next change of the gate."""
-        await self._changed_or_at(NEVER)
-
     async def wait_idle(self) -> None:
         """Return once nothing is in flight."""
-        while self._in_flight:
-            await self._changed_or_at(NEVER)
+        await self._until(lambda: not self._in_flight, lambda: NEVER)
 
     async def wait_closed(self, token: LeaderToken) -> None:
         """Return once the gate is not open for this term any more."""
-        while self.is_leader and self._visible.token is token:
-            await self._changed_or_at(self._visible.deadline)
+        await self._until(lambda: not (self.is_leader and self._visible.token is token), lambda: self._visible.deadline)
+
+    async def wait_over(self, token: LeaderToken) -> None:
+        """Return once this term is over, whether its gate was open or not."""
+        await self._until(lambda: self._term.token is not token, lambda: NEVER)
 
     def shut_in_child(self) -> None:
         self._lock = threading.Lock()  # the parent's may have been held by another thread at the fork
@@ -233,22 +229,35 @@ class LeaderGate:
             with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody waits there any more
                 loop.call_soon_threadsafe(_settle, future)
 
-    async def _changed_or_at(self, moment: float) -> None:
-        """Return at the next change, or when this moment has come on the clock, whichever is first."""
+    def _next_opening(self) -> float:
+        opens_at, deadline, _ = self._visible
+        return opens_at if opens_at < deadline else NEVER
+
+    async def _until(self, condition: Callable[[], bool], moment: Callable[[], float]) -> None:
+        """Return once the condition holds. Looks again at every change, and when the moment has come on the clock.
+
+        Registered before it looks: another thread may change the gate in between.
+        """
         loop = asyncio.get_running_loop()
-        changed: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            self._waiting.append((loop, changed))
-        left_s = moment - self._now()
-        timer = asyncio.ensure_future(self._clock.sleep(max(0.0, left_s))) if left_s < NEVER else None
-        try:
-            await asyncio.wait([changed] if timer is None else [changed, timer], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if timer is not None:
-                timer.cancel()
-            changed.cancel()
+        while True:
+            changed: asyncio.Future[None] = loop.create_future()
             with self._lock:
-                self._waiting = [entry for entry in self._waiting if entry[1] is not changed]
+                self._waiting.append((loop, changed))
+            timer: asyncio.Future[None] | None = None
+            try:
+                if condition():
+                    return
+                left_s = moment() - self._now()
+                if left_s < NEVER:
+                    timer = asyncio.ensure_future(self._clock.sleep(max(0.0, left_s)))
+                waited = [changed] if timer is None else [changed, timer]
+                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                changed.cancel()
+                with self._lock:
+                    self._waiting = [entry for entry in self._waiting if entry[1] is not changed]
 
     def _refusal(self) -> NotLeader:
         now = self._now()
