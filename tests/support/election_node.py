@@ -31,7 +31,7 @@ __all__ = ["WAIT_S", "ElectionNode", "Send", "SendLog", "election_node"]
 # A bound against hanging, never a measure.
 WAIT_S = 30.0
 POLL_S = 0.02
-SEND_GAP_S = 0.004
+SEND_GAP_S = 0.002
 
 
 def _now_ns() -> int:

@@ -1,0 +1,269 @@
+"""A storm of faults over an election: three node processes, each behind a proxy of its own, and what can go wrong.
+
+Everything is drawn from a seed; what came of it is judged by the tests. Imports psycopg, `pgleaderlock.embedded`,
+`pgleaderlock.migrate`, `proxy`, `election_node` and the standard library.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import psycopg
+
+from pgleaderlock.embedded import EmbeddedPostgres
+from pgleaderlock.migrate import migrate
+from proxy import Proxy
+from support.election_node import WAIT_S, ElectionNode, SendLog, start_node
+
+__all__ = ["KINDS", "MIDDLE", "QUICK", "SLOW", "Storm", "end_sessions_of"]
+
+# G, T and intervals that differ from node to node, all of them short.
+QUICK = {"heartbeat_interval_s": 0.2, "late_threshold_s": 0.5, "session_lease_s": 0.8, "acquire_delay_s": (0.05, 0.2)}
+MIDDLE = {"heartbeat_interval_s": 0.3, "late_threshold_s": 0.6, "session_lease_s": 0.9, "acquire_delay_s": (0.05, 0.2)}
+SLOW = {"heartbeat_interval_s": 0.5, "late_threshold_s": 1.0, "session_lease_s": 1.6, "acquire_delay_s": (0.05, 0.3)}
+
+
+class Storm:
+    """Nodes with different settings, each behind a proxy of its own; and the faults."""
+
+    def __init__(
+        self,
+        server: EmbeddedPostgres,
+        log: SendLog,
+        settings: Mapping[str, Mapping[str, Any]],
+        roles: Sequence[str] = ("mail", "bills"),
+    ) -> None:
+        self.server, self.log, self.roles = server, log, roles
+        self.seed = int(os.environ.get("PGLEADERLOCK_SEED") or random.SystemRandom().randrange(2**32))
+        """A new one each time, unless one is to be tried again."""
+        self.about = f"PGLEADERLOCK_SEED={self.seed}, the logs are in {log.path.parent}"
+        self.rng = random.Random(self.seed)
+        self.settings = dict(settings)
+        self.nodes: dict[str, ElectionNode] = {}
+        self.proxies: dict[str, Proxy] = {}
+        self.fired: Counter[str] = Counter()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._database = asyncio.Lock()
+        self._life = {name: asyncio.Lock() for name in settings}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        await migrate(self.server.dsn)
+        async with contextlib.AsyncExitStack() as stack:
+            for name in self.settings:
+                self.proxies[name] = await stack.enter_async_context(Proxy.to(self.server.dsn))
+                stack.push_async_callback(self._end, name)
+                await self._start(name)
+            await self.everybody_is_led()
+            yield
+            await self.calm()
+
+    async def _start(self, name: str) -> None:
+        dsn = self.proxies[name].dsn_for(self.server.dsn)
+        self.nodes[name] = await start_node(dsn, name, self.roles, self.log.path, self.settings[name])
+
+    async def _end(self, name: str) -> None:
+        await self.nodes[name].end()
+
+    # -- what the driver does
+
+    async def faults(self, kinds: tuple[str, ...], total: int) -> None:
+        """A shuffled deck of all kinds, again and again: half of them while the one before is still in force."""
+        deck: list[str] = []
+        for _ in range(total):
+            if not deck:
+                deck = list(kinds)
+                self.rng.shuffle(deck)
+            await self.fault(deck.pop())
+            if self.rng.random() < 0.5:
+                await self.calm()
+            else:
+                await asyncio.sleep(self.rng.uniform(0.05, 0.8))
+
+    async def fault(self, kind: str) -> None:
+        """Begin a fault, mostly against whoever leads; it goes on by itself."""
+        role = self.rng.choice(self.roles)
+        leader = self.log.last(role)
+        name = self.rng.choice(list(self.settings))
+        if leader is not None and self.rng.random() < 0.85:
+            name = leader.node
+        self.fired[kind] += 1
+        method: Callable[[str, str], Any] = getattr(self, f"_{kind}")
+        task = asyncio.create_task(method(name, role), name=f"{kind} of {name}")
+        self._under_way.add(task)
+
+    async def calm(self) -> None:
+        """Every fault is over, and every role is acted for again."""
+        for task in list(self._under_way):
+            async with asyncio.timeout(WAIT_S):
+                await task
+            self._under_way.discard(task)
+        await self.everybody_is_led()
+
+    async def everybody_is_led(self) -> None:
+        for role in self.roles:
+            await self.log.until(lambda send, role=role: send.role == role)  # type: ignore[misc]
+
+    async def lets_lead(self, name: str) -> None:
+        """Freeze the others until this one has led: for a node that chance has passed over."""
+        others = [node for other, node in self.nodes.items() if other != name]
+        for node in others:
+            node.signal(signal.SIGSTOP)
+        try:
+            await self.log.until(lambda send: send.node == name)
+        finally:
+            for node in others:
+                node.signal(signal.SIGCONT)
+
+    async def replace(self, name: str, settings: Mapping[str, Any], *, killed: bool) -> None:
+        """A node goes, by a drain or by force, and comes back with other settings."""
+        self.settings[name] = settings
+        await (self._kill if killed else self._drain)(name, "")
+
+    # -- the faults
+
+    def _lease_s(self, name: str) -> float:
+        return float(self.settings[name]["session_lease_s"])
+
+    def _for_s(self, name: str, shortest: float = 0.5, longest: float = 3.0) -> float:
+        """So many times the node's T."""
+        return self._lease_s(name) * self.rng.uniform(shortest, longest)
+
+    async def _pause(self, name: str, role: str) -> None:
+        node = self.nodes[name]
+        node.signal(signal.SIGSTOP)
+        await asyncio.sleep(self._for_s(name))
+        node.signal(signal.SIGCONT)
+
+    async def _kill(self, name: str, role: str) -> None:
+        async with self._life[name]:
+            await self.nodes[name].end()
+            await asyncio.sleep(self.rng.uniform(0, 1))
+            await self._start(name)
+
+    async def _drain(self, name: str, role: str) -> None:
+        async with self._life[name]:
+            node = self.nodes[name]
+            node.tell("drain")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WAIT_S / 2):
+                    await node.process.wait()
+            await node.end()
+            await self._start(name)
+
+    async def _step_down(self, name: str, role: str) -> None:
+        self.nodes[name].tell("step_down", role)
+
+    async def _block(self, name: str, role: str) -> None:
+        duration_s = self._for_s(name)
+        self.nodes[name].tell("block", duration_s)
+        await asyncio.sleep(duration_s)
+
+    async def _terminate(self, name: str, role: str) -> None:
+        async with self._database:
+            await end_sessions_of(self.server.dsn, name)
+
+    async def _deaf(self, name: str, role: str) -> None:
+        """Its loop is blocked while its session is ended: its gate is open, and it cannot hear that it has lost."""
+        duration_s = self._for_s(name, 1.0, 2.0)
+        self.nodes[name].tell("block", duration_s)
+        async with self._database:
+            await end_sessions_of(self.server.dsn, name)
+        await asyncio.sleep(duration_s)
+
+    async def _numb(self, name: str, role: str) -> None:
+        """Frozen for a moment, in which its session is ended: it wakes while its gate may still be open."""
+        node = self.nodes[name]
+        node.signal(signal.SIGSTOP)
+        async with self._database:
+            await end_sessions_of(self.server.dsn, name)
+        await asyncio.sleep(self.rng.uniform(0.05, 0.4))
+        node.signal(signal.SIGCONT)
+
+    async def _cut(self, name: str, role: str) -> None:
+        self.proxies[name].cut()
+        await asyncio.sleep(self._for_s(name))
+        self.proxies[name].heal()
+
+    async def _reset(self, name: str, role: str) -> None:
+        self.proxies[name].reset()
+
+    async def _delay(self, name: str, role: str) -> None:
+        self.proxies[name].delay_s = self._lease_s(name) * self.rng.uniform(0.1, 0.6)
+        await asyncio.sleep(self._for_s(name))
+        self.proxies[name].heal()
+
+    async def _drop_replies(self, name: str, role: str) -> None:
+        self.proxies[name].drop_replies()
+        await asyncio.sleep(self._for_s(name, 0.3, 1.5))
+        self.proxies[name].heal()
+
+    async def _restart(self, name: str, role: str) -> None:
+        async with self._database:
+            await asyncio.to_thread(self.server.restart, "immediate")
+
+    # -- what came of it
+
+    async def judge(self) -> None:
+        """Nobody has acted after a newer epoch, no epoch was used twice, and no node was surprised by itself."""
+        violations = self.log.violations()
+        assert not violations, f"{len(violations)} acts after one of a newer epoch ({self.about}):\n" + "\n".join(
+            f"{older} was {(older.before_ns - newer.after_ns) / 1e6:.1f} ms after {newer}"
+            for older, newer in violations[:10]
+        )
+        for role in self.roles:
+            terms = await self._terms(role)
+            acted, won = self.log.epochs(role), dict(terms)
+            assert [epoch for epoch, _ in terms] == sorted(won), f"epochs of {role} do not increase ({self.about})"
+            wrong = {epoch: holders for epoch, holders in acted.items() if holders != {won.get(epoch)}}
+            assert not wrong, f"epochs of {role} were used by others than their winners: {wrong} ({self.about})"
+        assert not (surprises := self._surprises()), f"{surprises} ({self.about})"
+
+    def figures(self) -> tuple[float, int]:
+        """Sends a second, and changes of leader; printed as well."""
+        sends, faults = self.log.read(), sum(self.fired.values())
+        lasted_s = (max(send.after_ns for send in sends) - min(send.before_ns for send in sends)) / 1e9
+        changes = sum(self.log.changes(role) for role in self.roles)
+        print(  # noqa: T201 - shown if the test fails, or with -s
+            f"{self.about}\n{faults} faults in {lasted_s:.0f} s: {len(sends)} sends, {changes} changes of leader,"
+            f" {sum(len(self.log.epochs(role)) for role in self.roles)} terms that acted;"
+            f" sends by node {dict(Counter(send.node for send in sends))}; {dict(self.fired)}"
+        )
+        return len(sends) / lasted_s, changes
+
+    async def _terms(self, role: str) -> list[tuple[int, str]]:
+        """Epoch and holder of every term, in the order in which they began."""
+        async with await psycopg.AsyncConnection.connect(self.server.dsn) as look:
+            cursor = await look.execute(
+                "SELECT epoch, holder_identity FROM pgleaderlock.terms WHERE role = %s ORDER BY began_at", (role,)
+            )
+            return [(int(epoch), str(holder)) for epoch, holder in await cursor.fetchall()]
+
+    def _surprises(self) -> list[str]:
+        """What no node may ever have to say."""
+        return [
+            f"{name}: {line}"
+            for name in self.settings
+            for line in self.log.path.with_name(f"{name}.log").read_text().splitlines()
+            if "unexpected_error" in line or line.startswith("Traceback")
+        ]
+
+
+KINDS = (
+    *("pause", "kill", "drain", "step_down", "block", "terminate", "deaf", "numb"),
+    *("cut", "reset", "delay", "drop_replies", "restart"),
+)
+
+
+async def end_sessions_of(dsn: str, node: str) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as dba:
+        await dba.execute(
+            "SELECT pg_terminate_backend(backend_pid) FROM pgleaderlock.sessions"
+            " WHERE node_id = %s AND ended_at IS NULL",
+            (node,),
+        )
