@@ -23,9 +23,24 @@ from support.election_node import WAIT_S, ElectionNode, SendLog, start_node
 __all__ = ["KINDS", "MIDDLE", "QUICK", "SLOW", "Storm", "end_sessions_of"]
 
 # G, T and intervals that differ from node to node, all of them short.
-QUICK = {"heartbeat_interval_s": 0.2, "late_threshold_s": 0.5, "session_lease_s": 0.8, "acquire_delay_s": (0.05, 0.2)}
-MIDDLE = {"heartbeat_interval_s": 0.3, "late_threshold_s": 0.6, "session_lease_s": 0.9, "acquire_delay_s": (0.05, 0.2)}
-SLOW = {"heartbeat_interval_s": 0.5, "late_threshold_s": 1.0, "session_lease_s": 1.6, "acquire_delay_s": (0.05, 0.3)}
+QUICK: dict[str, Any] = {
+    "heartbeat_interval_s": 0.2,
+    "late_threshold_s": 0.5,
+    "session_lease_s": 0.8,
+    "acquire_delay_s": (0.05, 0.2),
+}
+MIDDLE: dict[str, Any] = {
+    "heartbeat_interval_s": 0.3,
+    "late_threshold_s": 0.6,
+    "session_lease_s": 0.9,
+    "acquire_delay_s": (0.05, 0.2),
+}
+SLOW: dict[str, Any] = {
+    "heartbeat_interval_s": 0.5,
+    "late_threshold_s": 1.0,
+    "session_lease_s": 1.6,
+    "acquire_delay_s": (0.05, 0.3),
+}
 
 
 class Storm:
