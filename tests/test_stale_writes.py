@@ -1,0 +1,203 @@
+"""No write of an older epoch commits after a newer one began: thousands of attempts, while leaders come and go.
+
+Each bump counts, in its own transaction, the writes of older epochs that are committed by then; at the end there must
+be exactly as many. So the order of commits is read from the database and not from a clock. The same harness is run on
+a fence that was broken on purpose, and must see it: else its silence would prove nothing.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import IsolationLevel
+
+from pgleaderlock.embedded import EmbeddedPostgres
+from pgleaderlock.errors import StaleEpoch
+from pgleaderlock.fence import fenced
+from pgleaderlock.models import LeaderToken
+from support.counts import count
+from support.fencing import Leader, ledger_database
+
+LEVELS = [IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
+WRITERS = 6
+# How long a writer dawdles between its fence and its commit, and a bump before its own: others shall come between.
+DAWDLE_S = 0.002
+# A term lasts until enough has been written in it, or for this long: all writers may be waiting for its end.
+TERM_S = 0.05
+
+_INSERT = "INSERT INTO writes (epoch) VALUES (%s)"
+_OLDER = "SELECT count(*) FROM writes WHERE epoch < %s"
+
+
+@pytest.fixture
+def ledger(postgres: EmbeddedPostgres, nothing_left: None) -> Iterator[str]:
+    with ledger_database(postgres.dsn) as dsn:
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            conn.execute("CREATE TABLE writes (epoch bigint NOT NULL)")
+        yield dsn
+
+
+@dataclass
+class Outcome:
+    """What a run has seen."""
+
+    refused: int = 0
+    """Attempts by leaders that were known to be stale when they asked, and were refused."""
+    accepted: list[str] = field(default_factory=list)
+    """Such attempts that were committed all the same: none is allowed."""
+    committed: int = 0
+    """Attempts with a token that was current when they began, and were committed."""
+    overtaken: int = 0
+    """The same, but refused because a bump came first."""
+    late: list[str] = field(default_factory=list)
+    """Writes that were committed after a newer epoch had begun: none is allowed."""
+    bumps: int = 0
+
+    @property
+    def violations(self) -> list[str]:
+        return self.accepted + self.late
+
+
+class Harness:
+    """Two nodes that take the lock from each other, and writers that hold tokens of all ages."""
+
+    def __init__(self, dsn: str, level: IsolationLevel, attempts: int) -> None:
+        self.dsn, self.level, self.attempts = dsn, level, attempts
+        self.outcome = Outcome()
+        self.tokens: list[LeaderToken] = []
+        """Every token whose bump was acknowledged; the last one is current, as far as anybody can know."""
+        self.bumped = asyncio.Event()
+        self.committed_before: dict[int, int] = {}
+
+    @property
+    def done(self) -> bool:
+        enough = self.outcome.refused >= self.attempts and self.outcome.committed >= self.outcome.refused
+        return enough or bool(self.outcome.accepted)
+
+    async def run(self) -> Outcome:
+        with Leader(self.dsn, "writer", node="one") as one, Leader(self.dsn, "writer", node="two") as two:
+            await asyncio.to_thread(self._bump, one)
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(WRITERS):
+                    tasks.create_task(self._write(random.Random(number)))
+                await self._lead([one, two])
+        self._compare()
+        return self.outcome
+
+    async def _lead(self, leaders: list[Leader]) -> None:
+        while not self.done:
+            old, new = leaders
+            before = self.outcome.committed
+            old.unlock()
+            await asyncio.to_thread(self._bump, new)
+            self.bumped.set()
+            self.bumped = asyncio.Event()
+            leaders = [new, old]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TERM_S):
+                    while self.outcome.committed < before + WRITERS and not self.done:
+                        await asyncio.sleep(DAWDLE_S)
+        self.bumped.set()
+
+    def _bump(self, leader: Leader) -> None:
+        leader.lock()
+        with leader.conn.transaction():
+            token = leader.win(wait_ms=20000)
+            self.committed_before[token.epoch] = leader.one(_OLDER, token.epoch)
+            leader.conn.execute("SELECT pg_sleep(%s)", (DAWDLE_S,))
+        self.tokens.append(token)  # acknowledged
+        self.outcome.bumps += 1
+
+    def _compare(self) -> None:
+        with psycopg.connect(self.dsn, autocommit=True) as conn:
+            for epoch, before in self.committed_before.items():
+                row = conn.execute(_OLDER, (epoch,)).fetchone()
+                assert row is not None
+                if row[0] != before:
+                    self.outcome.late.append(f"{row[0] - before} writes of epochs before {epoch}")
+
+    async def _write(self, chance: random.Random) -> None:
+        async with await psycopg.AsyncConnection.connect(self.dsn, autocommit=True) as conn:
+            await conn.set_isolation_level(self.level)
+            while not self.done:
+                kinds = ["current", "joined"]
+                if self.outcome.refused <= self.outcome.committed:
+                    kinds += ["stale", "waited"]
+                kind = chance.choice(kinds)
+                if kind == "stale" and len(self.tokens) > 1:
+                    token = chance.choice(self.tokens[-5:-1])
+                    await self._attempt(conn, token, joined=False, wait_for_bump=False)
+                else:
+                    await self._attempt(conn, self.tokens[-1], joined=kind != "current", wait_for_bump=kind == "waited")
+
+    async def _attempt(
+        self, conn: psycopg.AsyncConnection[Any], token: LeaderToken, *, joined: bool, wait_for_bump: bool
+    ) -> None:
+        """One write. `joined`: in a transaction that is open already, above READ COMMITTED with an older snapshot."""
+        bumped = self.bumped
+        known_stale = token.epoch < self.tokens[-1].epoch
+        try:
+            async with conn.transaction() if joined else contextlib.nullcontext():
+                if joined:
+                    await conn.execute("SELECT 1")
+                if wait_for_bump:
+                    await bumped.wait()
+                known_stale = token.epoch < self.tokens[-1].epoch
+                async with fenced(conn, token):
+                    await conn.execute(_INSERT, (token.epoch,))
+                    await asyncio.sleep(DAWDLE_S)
+        except StaleEpoch:
+            if known_stale:
+                self.outcome.refused += 1
+            else:
+                self.outcome.overtaken += 1
+        else:
+            if known_stale:
+                self.outcome.accepted.append(f"epoch {token.epoch}, when {self.tokens[-1].epoch} was known")
+            else:
+                self.outcome.committed += 1
+
+
+def break_fence(dsn: str, old: str, new: str) -> None:
+    """Replace a piece of the fence's text in this database."""
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        row = conn.execute("SELECT pg_get_functiondef('pgleaderlock.fence'::regproc)").fetchone()
+        assert row is not None
+        assert row[0].count(old) == 1
+        conn.execute(row[0].replace(old, new).encode())
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
+async def test_each_stale_write_is_refused_while_as_many_current_ones_commit(
+    ledger: str, level: IsolationLevel
+) -> None:
+    attempts = count(150, 2000)
+    seen = await Harness(ledger, level, attempts).run()
+    assert seen.violations == []
+    assert seen.refused >= attempts
+    assert seen.committed >= seen.refused
+    # Against an empty proof: there was something to be overtaken by.
+    assert seen.bumps >= 5
+    assert seen.overtaken > 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("level", "taken_out"),
+    [
+        (IsolationLevel.READ_COMMITTED, "PERFORM pg_advisory_xact_lock_shared(key);"),
+        (IsolationLevel.REPEATABLE_READ, "FOR KEY SHARE"),
+        (IsolationLevel.SERIALIZABLE, "FOR KEY SHARE"),
+    ],
+    ids=["without the shared lock", "plain read at REPEATABLE READ", "plain read at SERIALIZABLE"],
+)
+async def test_the_harness_sees_a_fence_that_is_broken(ledger: str, level: IsolationLevel, taken_out: str) -> None:
+    break_fence(ledger, taken_out, "")
+    seen = await Harness(ledger, level, 150).run()
+    assert seen.violations
