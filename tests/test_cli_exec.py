@@ -295,12 +295,12 @@ def test_a_command_ended_by_a_signal_that_was_passed_on_exits_128_plus_n(start: 
 def test_a_signal_that_comes_while_the_command_is_being_started_reaches_it(dsn: str, name: str) -> None:
     program = """
         import os, signal, sys
-        from pgleaderlock.cli import exec_, main
-        start = exec_.Supervised.start
+        from pgleaderlock.cli import main, supervise
+        start = supervise.Supervised.start
         async def start_late(*command):
             os.kill(os.getpid(), signal.SIGUSR1)
             return await start(*command)
-        exec_.Supervised.start = start_late
+        supervise.Supervised.start = start_late
         main(sys.argv[1:])
     """
     argv = ["exec", "--dsn", dsn, "--name", name, "--", "sleep", "600"]
@@ -374,11 +374,11 @@ async def test_a_cut_connection_stops_the_command_before_the_server_lets_a_succe
 def test_a_loss_while_the_command_is_being_started_is_a_loss_and_starts_nothing(dsn: str, name: str) -> None:
     program = """
         import asyncio, sys
-        from pgleaderlock.cli import exec_, main
+        from pgleaderlock.cli import main, supervise
         async def start_never(*command):
             print("starting", flush=True)
             await asyncio.Event().wait()
-        exec_.Supervised.start = start_never
+        supervise.Supervised.start = start_never
         main(sys.argv[1:])
     """
     argv = [sys.executable, "-c", textwrap.dedent(program), "exec", "--dsn", dsn, "--name", name, "--", "true"]

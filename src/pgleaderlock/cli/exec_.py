@@ -8,24 +8,28 @@ What it does: the command is started after the lock was won, and at most once; i
 the event loop in which leadership ends; the lock is given back only after the whole process group has gone, and so is
 our own exit.
 
-Imports click, `lock`, `retry`, `errors`, `models`, `embedded` (inside, for `--embedded` alone) and its neighbours. It
-must never start the command twice, never give the lock back while somebody of its group lives, and never print a DSN.
+With `--fenced` the gate is asked instead of the lock: a successor's command starts only after ours has had its grace,
+and it gets the epoch of its term, to hand on to whatever must refuse a leader of the past.
+
+Imports click, `lock`, `election`, `retry`, `errors`, `models`, its neighbours, and inside, for `--embedded` alone,
+`embedded` and `migrate`. It must never start the command twice, never give the lock back while somebody of its group
+lives, and never print a DSN.
 """
 
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 
 from pgleaderlock.cli._command import find_executable
+from pgleaderlock.cli._fenced import check_fenced, fenced_options, given, make_election
 from pgleaderlock.cli._logging import LEVELS, configure
+from pgleaderlock.cli._one_run import Ended, Job, OneRun
 from pgleaderlock.cli._output import (
     DURATION,
     EXIT_LOST,
@@ -45,10 +49,10 @@ from pgleaderlock.cli._timing import (
     timing_options,
 )
 from pgleaderlock.cli.status import describe, look_at
-from pgleaderlock.cli.supervise import Supervised
-from pgleaderlock.errors import LockError, PgLeaderLockError, ShutdownError, UnsafeSessionError
-from pgleaderlock.lock import LeaderLock, LockOptions
-from pgleaderlock.models import RetryContext
+from pgleaderlock.election import LeaderElection
+from pgleaderlock.errors import LockError, NotLeader, PgLeaderLockError, ShutdownError, UnsafeSessionError
+from pgleaderlock.lock import LockOptions
+from pgleaderlock.models import LeaderToken, LockState, RetryContext
 from pgleaderlock.retry import ExponentialBackoff
 
 __all__ = ["exec_"]
@@ -118,6 +122,7 @@ class Attempts:
     help="How long a command that has to end has between SIGTERM and SIGKILL.",
 )
 @timing_options
+@fenced_options
 @click.option(
     "--standby-wait",
     type=DURATION,
@@ -147,6 +152,8 @@ def exec_(
     health_interval: float,
     health_timeout: float | None,
     session_lease: float | None,
+    fenced: bool,
+    late_threshold: float | None,
     standby_wait: float,
     allow_pooler: bool,
     embedded: bool,
@@ -157,9 +164,10 @@ def exec_(
 
     It is started when the lock is won, and stopped with its whole process group when leadership is lost. Signals are
     passed on to it. It sees PGLEADERLOCK_NAME, PGLEADERLOCK_KEY1, PGLEADERLOCK_KEY2 and PGLEADERLOCK_NODE in its
-    environment. Durations are seconds, or 200ms, 5s, 1m.
+    environment; with --fenced, also PGLEADERLOCK_ROLE and PGLEADERLOCK_EPOCH. Durations are seconds, or 200ms, 5s, 1m.
     """
     configure(log_level or "ERROR")
+    check_fenced(ctx, lock_key, fenced=fenced)
     env = {**os.environ, **_variables(lock_key)}
     # A command that cannot run must not take the lock from one that can.
     find_executable(command[0], env)
@@ -171,8 +179,20 @@ def exec_(
         allow_pooler=allow_pooler,
     )
     job = Job(lock_key, command, env, wait_s, grace_s, log_level)
-    with _database(ctx, dsn, embedded) as resolved:
-        return asyncio.run(_compete_and_run(resolved, job, timing))
+    with _database(ctx, dsn, embedded, fenced) as resolved:
+        if not fenced:
+            return asyncio.run(_compete_and_run(resolved, job, timing))
+        election = make_election(
+            resolved,
+            lock_key,
+            interval_s=health_interval if given(ctx, "health_interval") else None,
+            late_threshold_s=late_threshold,
+            session_lease_s=session_lease,
+            standby_wait_s=timing["standby_wait_s"],
+            allow_pooler=allow_pooler,
+            grace_s=grace_s,
+        )
+        return asyncio.run(FencedRun(resolved, job, election).run())
 
 
 def _variables(lock_key: LockKey) -> dict[str, str]:
@@ -185,15 +205,18 @@ def _variables(lock_key: LockKey) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _database(ctx: click.Context, dsn: str | None, embedded: bool) -> Iterator[str]:
+def _database(ctx: click.Context, dsn: str | None, embedded: bool, fenced: bool) -> Iterator[str]:
     if not embedded:
         yield resolve_dsn(dsn)
         return
     if ctx.get_parameter_source("dsn") is click.core.ParameterSource.COMMANDLINE:
         raise click.UsageError("--embedded and --dsn exclude each other: give one or the other")
     from pgleaderlock.embedded import EmbeddedPostgres  # noqa: PLC0415 - only this option needs it.
+    from pgleaderlock.migrate import migrate  # noqa: PLC0415
 
     with EmbeddedPostgres() as server:
+        if fenced:  # a private database: there is nobody else who could have made its ledger
+            asyncio.run(migrate(server.dsn))
         yield server.dsn
 
 
@@ -227,6 +250,106 @@ async def _compete_and_run(dsn: str, job: Job, timing: LockOptions) -> int:
     if attempts.last_error is not None:
         raise _for_people(attempts.last_error)
     raise NotWon(await _not_won(dsn, job))
+
+
+class FencedRun:
+    """Competes in an election, and runs the command behind its gate."""
+
+    def __init__(self, dsn: str, job: Job, election: LeaderElection) -> None:
+        assert job.lock_key.name is not None
+        self._dsn = dsn
+        self._job = job
+        self._election = election
+        self._role = job.lock_key.name
+        self._news = asyncio.Event()
+        self._error: Exception | None = None
+        self._warned: str | None = None
+        self._looked = False
+        """The first try is over, however it went."""
+
+    async def run(self) -> int:
+        self._run = run = OneRun(self._job)
+        self._listen()
+        run.catch_signals()
+        watching = asyncio.ensure_future(self._watch())
+        await asyncio.sleep(0)  # it watches from now on
+        leading: asyncio.Future[None] | None = None
+        try:
+            await self._election.start()
+            leading = asyncio.ensure_future(self._election.lead(self._role, self._work))
+            await self._compete(leading)
+            if run.began:
+                await asyncio.wait([leading])
+            run.called_off = True
+        finally:
+            watching.cancel()
+            with contextlib.suppress(ShutdownError):
+                await self._election.shutdown(SHUTDOWN_TIMEOUT_S)
+        with contextlib.suppress(Ended, LockError):
+            await leading
+        if run.began:
+            return _outcome(run)
+        if run.interrupted_by.done():
+            return exit_code_for_signal(run.interrupted_by.result())
+        error = self._error or self._election.last_error
+        if error is not None and self._election.leader(self._role) is None:
+            raise _for_people(error)
+        raise NotWon(await _not_won(self._dsn, self._job))
+
+    @property
+    def last_error(self) -> Exception | None:
+        """Why the gate is shut; for `OneRun`."""
+        try:
+            self._election.gate(self._role).require_leader()
+        except NotLeader as refused:
+            return (self._election.last_error if refused.reason == "lost" else None) or refused
+        return None
+
+    async def _work(self, token: LeaderToken) -> None:
+        await self._run.work(self, {"PGLEADERLOCK_ROLE": token.role, "PGLEADERLOCK_EPOCH": str(token.epoch)})
+
+    async def _compete(self, leading: "asyncio.Future[None]") -> None:
+        """Return when the command runs or never will. Once the lock is won, the gate is waited for, however long."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._job.wait_s
+        while not (self._run.began or leading.done() or self._run.interrupted_by.done()):
+            left_s = None
+            if self._election.state(self._role) is not LockState.LEADER:
+                left_s = deadline - loop.time() if self._job.wait_s else None
+                if self._hopeless() or (self._looked if left_s is None else left_s <= 0):
+                    return
+            self._news.clear()
+            news = asyncio.ensure_future(self._news.wait())
+            ends: list[asyncio.Future[Any]] = [leading, self._run.interrupted_by, news]
+            await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+
+    def _hopeless(self) -> bool:
+        return self._error is not None and not self._connected and hopeless(self._error)
+
+    async def _watch(self) -> None:
+        """Whatever becomes of the first try, the election tells of it: who leads, or that it does not know."""
+        async for _ in self._election.changes():
+            self._looked = True
+            self._news.set()
+
+    def _listen(self) -> None:
+        election = self._election
+        self._connected = False
+
+        @election.on_state_change
+        def changed(_role: str, _old: LockState, new: LockState) -> None:
+            if new is LockState.LEADER:
+                self._connected, self._error = True, None
+            self._news.set()
+
+        @election.on_error
+        def failed(error: Exception) -> None:
+            self._error = error
+            if self._job.wait_s and not self._run.began and str(error) != self._warned:
+                self._warned = str(error)
+                _warn(f"{error} (trying again for up to {self._job.wait_s:g} s)")
+            self._news.set()
 
 
 def _outcome(run: OneRun) -> int:

@@ -2,8 +2,8 @@
 
 For trying things out and for watching a database's behaviour; who wants to run a program while leading takes `exec`.
 
-Imports click, `lock` (through `_timing`), `embedded`, and its neighbours. It must never fall back to a private database
-by itself: five hosts would get five leaders.
+Imports click, `lock`, `election`, `embedded`, `migrate` and its neighbours. It must never fall back to a private
+database by itself: five hosts would get five leaders.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ import signal
 import click
 
 from pgleaderlock._logging import StructuredLogger, get_logger
+from pgleaderlock.cli._fenced import check_fenced, fenced_options, given, make_election
 from pgleaderlock.cli._logging import LEVELS, configure
 from pgleaderlock.cli._output import (
     DURATION,
@@ -27,9 +28,11 @@ from pgleaderlock.cli._output import (
 from pgleaderlock.cli._reach import explained, hopeless
 from pgleaderlock.cli._signals import Stopper
 from pgleaderlock.cli._timing import POSITIVE, allow_pooler_option, in_option_words, make_lock, timing_options
+from pgleaderlock.election import LeaderElection
 from pgleaderlock.embedded import EmbeddedPostgres
-from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
+from pgleaderlock.errors import ConfigurationError, NotLeader, PgLeaderLockError
 from pgleaderlock.lock import LeaderLock
+from pgleaderlock.migrate import migrate
 from pgleaderlock.retry import ExponentialBackoff
 
 __all__ = ["run"]
@@ -39,6 +42,7 @@ __all__ = ["run"]
 @optional_dsn_option
 @lock_options
 @timing_options
+@fenced_options
 @click.option("--retry-base", type=DURATION, default=1.0, help="The first delay between two tries.  [default: 1s]")
 @click.option("--retry-max", type=DURATION, default=30.0, help="The longest delay; each doubles.  [default: 30s]")
 @click.option(
@@ -70,6 +74,8 @@ def run(
     health_interval: float,
     health_timeout: float | None,
     session_lease: float | None,
+    fenced: bool,
+    late_threshold: float | None,
     retry_base: float,
     retry_max: float,
     reconnect_grace: float | None,
@@ -86,29 +92,50 @@ def run(
 
     The server being away is logged and retried. What only a person can change (a wrong password, no such database, a
     pooler in between) ends the command with exit code 2 if it happens before the first try.
+
+    With --fenced, the epoch of each term and every opening and shutting of the gate are logged as well.
     """
     configure(log_level, json=log_format == "json")
+    check_fenced(ctx, lock_key, fenced=fenced)
     with Stopper() as stopper, contextlib.ExitStack() as at_end:
         server = _embedded_server(ctx) if embedded else None
+        where = (lambda: server.dsn) if server is not None else _resolved(dsn)
         # Everything is checked before a server is started for it.
-        lock = make_lock(
-            (lambda: server.dsn) if server is not None else _resolved(dsn),
-            lock_key,
-            retry_strategy=_strategy(retry_base, retry_max),
-            health_interval_s=health_interval,
-            health_timeout_s=health_timeout,
-            session_lease_s=session_lease,
-            reconnect_grace_s=reconnect_grace,
-            standby_wait_s=standby_wait,
-            auto_reacquire=not no_auto_reacquire,
-            allow_pooler=allow_pooler,
-        )
+        contender: LeaderLock | LeaderElection
+        if fenced:
+            contender = make_election(
+                where,
+                lock_key,
+                interval_s=health_interval if given(ctx, "health_interval") else None,
+                late_threshold_s=late_threshold,
+                session_lease_s=session_lease,
+                standby_wait_s=standby_wait,
+                allow_pooler=allow_pooler,
+            )
+        else:
+            contender = make_lock(
+                where,
+                lock_key,
+                retry_strategy=_strategy(retry_base, retry_max),
+                health_interval_s=health_interval,
+                health_timeout_s=health_timeout,
+                session_lease_s=session_lease,
+                reconnect_grace_s=reconnect_grace,
+                standby_wait_s=standby_wait,
+                auto_reacquire=not no_auto_reacquire,
+                allow_pooler=allow_pooler,
+            )
         log = get_logger("pgleaderlock.run").bind(lock=lock_key)
         if server is not None:
             at_end.enter_context(server)
             log.info("embedded_server", folder=server.data_dir, version=server.version)
+            if fenced:  # a private database: there is nobody else who could have made its ledger
+                asyncio.run(migrate(server.dsn))
         log.info("run_started", key1=lock_key.key1, key2=lock_key.key2, pid=os.getpid())
-        code = asyncio.run(_Election(lock, stopper, log).run())
+        if isinstance(contender, LeaderElection):
+            code = asyncio.run(_FencedElection(contender, stopper, log).run())
+        else:
+            code = asyncio.run(_Election(contender, stopper, log).run())
     log.info("run_ended", exit_code=code)
     return code
 
@@ -184,6 +211,58 @@ class _Election:
         if not self._tried and isinstance(error, PgLeaderLockError) and hopeless(error):
             self._hopeless = explained(error)
             self._heard.set()
+
+
+class _FencedElection:
+    """One election from start to end: who leads by the ledger, under which epoch, and whether the gate is open here."""
+
+    def __init__(self, election: LeaderElection, stopper: Stopper, log: StructuredLogger) -> None:
+        self._election = election
+        self._stopper = stopper
+        self._log = log
+        (self._role,) = election.roles
+
+    async def run(self) -> int:
+        self._listen()
+        watching = asyncio.ensure_future(self._watch())
+        asked = asyncio.ensure_future(self._stopper.asked())
+        await asyncio.sleep(0)  # both are there before anything happens
+        starting = asyncio.ensure_future(self._election.start())
+        try:
+            await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()  # a missing ledger is raised here
+                error = self._election.last_error
+                if isinstance(error, PgLeaderLockError) and hopeless(error):
+                    raise explained(error)
+            signum = await asked
+            self._log.info("stopping", signal=signal.Signals(signum).name)
+        finally:
+            asked.cancel()
+            await self._election.shutdown()
+            await asyncio.wait([starting, watching])
+        return EXIT_OK
+
+    async def _watch(self) -> None:
+        """Ends with the election."""
+        gate = self._election.gate(self._role)
+        async for change in self._election.changes():
+            if change.is_leader:
+                self._log.info("gate_open", epoch=change.epoch, holder=change.holder)
+                continue
+            try:
+                gate.require_leader()
+            except NotLeader as refused:
+                self._log.info("gate_shut", reason=refused.reason, epoch=change.epoch, holder=change.holder)
+
+    def _listen(self) -> None:
+        """Log each callback by its name. (The library itself logs the changes of state.)"""
+        election, log = self._election, self._log
+        election.on_acquired(lambda role: log.info("on_acquired", epoch=election.gate(role).current_epoch))
+        election.on_released(lambda _: log.info("on_released"))
+        election.on_lost(lambda _: log.warning("on_lost"))
+        election.on_error(lambda error: log.warning("on_error", error=error))
+        election.on_stopped(lambda: log.info("on_stopped"))
 
 
 def _strategy(base_s: float, max_s: float) -> ExponentialBackoff:

@@ -10,7 +10,7 @@ import asyncio
 import datetime as dt
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,6 +37,7 @@ __all__ = ["LockView", "describe", "look_at", "status"]
 
 _INFORMATIONAL = "A look, not a promise: it may have changed since. To act as leader, hold the lock."
 _STANDBY = "this server is a standby, which does not show the primary's locks: ask the primary"
+_NODES_SHOWN = 10
 _HIDDEN = "not visible to this role (pg_read_all_stats shows it)"
 
 
@@ -47,6 +48,16 @@ class LockView:
     server: Mapping[str, Any]
     holders: Sequence[Mapping[str, Any]]
     waiters: Sequence[Mapping[str, Any]]
+    ledger: "LedgerView | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerView:
+    """What the ledger says of the same key; `role` is None if nobody has ever led it."""
+
+    readable: bool
+    role: Mapping[str, Any] | None = None
+    candidates: Sequence[Mapping[str, Any]] = ()
 
 
 @click.command(short_help="Show who holds a lock.")
@@ -58,7 +69,8 @@ def status(dsn: str, lock_key: LockKey, as_json: bool) -> int:
 
     Informational: the answer may be outdated when you read it. PostgreSQL does not record when a lock was granted;
     shown are when the holder's session began and when it was last active. Nodes that try and back off instead of
-    waiting at the server (--standby-wait) are not counted as waiting.
+    waiting at the server (--standby-wait) are not counted as waiting. Where there is a ledger, the epoch, the leader,
+    the age of its heartbeat and the nodes that would lead are shown, too.
 
     Exit codes: 0 somebody holds it, 1 nobody does, 2 it could not be found out.
     """
@@ -76,7 +88,20 @@ def status(dsn: str, lock_key: LockKey, as_json: bool) -> int:
 
 async def _view(dsn: str, lock_key: LockKey) -> LockView:
     async with await Look.open(dsn, "pgleaderlock status") as look:
-        return await look_at(look, lock_key)
+        view = await look_at(look, lock_key)
+        return replace(view, ledger=await _ledger(look, lock_key))
+
+
+async def _ledger(look: Look, lock_key: LockKey) -> LedgerView | None:
+    found = await look.row("status_has_ledger")
+    if not found["present"]:
+        return None
+    if not found["readable"]:
+        return LedgerView(readable=False)
+    rows = await look.rows("status_ledger", key1=lock_key.key1, key2=lock_key.key2)
+    role = rows[0] if rows else None
+    namespace = role["namespace"] if role is not None else lock_key.namespace
+    return LedgerView(readable=True, role=role, candidates=await look.rows("status_candidates", namespace=namespace))
 
 
 async def look_at(look: Look, lock_key: LockKey) -> LockView:
@@ -117,7 +142,34 @@ def _as_json(view: LockView, lock_key: LockKey) -> dict[str, Any]:
         "holders": [_session_json(row, waiting=False) for row in view.holders],
         "waiting": len(view.waiters),
         "waiters": [_session_json(row, waiting=True) for row in view.waiters],
+        "ledger": _ledger_json(view.ledger),
         "authoritative": False,
+    }
+
+
+def _ledger_json(ledger: LedgerView | None) -> dict[str, Any] | None:
+    if ledger is None or not ledger.readable:
+        return None
+    role = ledger.role
+    return {
+        "role": None if role is None else role["role"],
+        "namespace": None if role is None else role["namespace"],
+        "epoch": None if role is None else role["epoch"],
+        "led": role is not None and role["led"],
+        "holder_identity": None if role is None else role["holder_identity"],
+        "node_id": None if role is None else role["node_id"],
+        "acquired_at": None if role is None else _iso(role["acquired_at"]),
+        "last_heartbeat": None if role is None else _iso(role["last_heartbeat"]),
+        "heartbeat_age_s": None if role is None else role["heartbeat_age_s"],
+        "candidates": [
+            {
+                "node_id": row["node_id"],
+                "holder_identity": row["holder_identity"],
+                "last_heartbeat": _iso(row["last_heartbeat"]),
+                "heartbeat_age_s": row["heartbeat_age_s"],
+            }
+            for row in ledger.candidates
+        ],
     }
 
 
@@ -162,11 +214,35 @@ def _parts(view: LockView, lock_key: LockKey) -> "list[Table]":
     for holder in view.holders:
         lines += _holder_lines(holder)
     lines.append(("waiting", f"{len(view.waiters)} at the server"))
+    lines += _ledger_lines(view.ledger)
     parts = [_table(("", ""), lines, show_header=False)]
     if view.waiters:
         waiters = [(_pid(row), _application(row), _age(row["waited_s"])) for row in view.waiters]
         parts.append(_table(("waiting pid", "application", "since (waitstart)"), waiters, show_header=True))
     return parts
+
+
+def _ledger_lines(ledger: LedgerView | None) -> list[tuple[str, str]]:
+    if ledger is None:
+        return []
+    if not ledger.readable:
+        return [("ledger", "there is one, not readable for this role (pgleaderlock migrate --grant-to)")]
+    role = ledger.role
+    nodes = ", ".join(row["node_id"] for row in ledger.candidates[:_NODES_SHOWN])
+    more = f" and {len(ledger.candidates) - _NODES_SHOWN} more" if len(ledger.candidates) > _NODES_SHOWN else ""
+    candidates = ("candidates", f"{len(ledger.candidates)}" + (f" ({nodes}{more})" if nodes else ""))
+    if role is None:
+        return [("epoch", "none yet: nobody has led it in this ledger"), candidates]
+    lines = [("epoch", str(role["epoch"]))]
+    if not role["led"]:
+        return [*lines, ("leader", "nobody, by the ledger"), candidates]
+    return [
+        *lines,
+        ("leader", role["holder_identity"] or "(its session is not recorded)"),
+        ("leads since", _moment(role["acquired_at"], role["acquired_age_s"], "acquired_at")),
+        ("heartbeat", _moment(role["last_heartbeat"], role["heartbeat_age_s"], "last_heartbeat")),
+        candidates,
+    ]
 
 
 def _holder_lines(holder: Mapping[str, Any]) -> list[tuple[str, str]]:
