@@ -30,8 +30,8 @@ __all__ = ["fenced"]
 _FENCE = text(re.sub(r"%\((\w+)\)s", r":\1", statement("fence").decode()))
 _IN_TRANSACTION = 2  # libpq's PQTRANS_INTRANS, which psycopg and psycopg2 pass on
 
-AsyncTarget = TypeVar("AsyncTarget", AsyncConnection, AsyncSession)
-SyncTarget = TypeVar("SyncTarget", Connection, Session)
+AsyncTarget = TypeVar("AsyncTarget", bound=AsyncConnection | AsyncSession)
+SyncTarget = TypeVar("SyncTarget", bound=Connection | Session)
 
 
 @overload
