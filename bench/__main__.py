@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bench import election, guard, lock
+from bench import election, fence, guard, lock
 from bench.harness import Figure
 from pgleaderlock.embedded import EmbeddedPostgres
 
@@ -20,6 +20,8 @@ FIGURES: dict[str, Measurement] = {
     "lock.hot_standby": lock.hot_standby,
     "guard.cycle": guard.cycle,
     "guard.lost": guard.lost,
+    "fence.throughput": fence.throughput,
+    "fence.bump": fence.bump,
     "election.gate": election.gate,
     "election.failover_hot": election.failover_hot,
     "election.handover": election.handover,

@@ -1,0 +1,181 @@
+"""The figures of the fence: what it costs a writer, and how long writers hold up the next leader.
+
+The writers are pgbench's, so that the server is measured and not Python; what they send is the library's own statement.
+"""
+
+import asyncio
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from bench.harness import Figure, median, percentile
+from pgleaderlock._sql import statement
+from pgleaderlock.embedded import find_binaries
+from pgleaderlock.keys import key_pair
+from pgleaderlock.migrate import migrate
+
+__all__ = ["bump", "throughput"]
+
+ROLE = "bench-fence"
+THROUGHPUT_WRITERS = 16
+BLOCKS = 6
+BLOCK_S = 3
+BUMP_WRITERS = 64
+BUMPS = 60
+WRITE_MS = 5
+
+_WRITE = "INSERT INTO bench_writes (what) VALUES (:client_id);"
+# A writer of a real system learns the new epoch and goes on; pgbench would stop at the first refusal.
+_FOLLOW = """
+CREATE OR REPLACE FUNCTION bench_fence(p_role text) RETURNS void LANGUAGE plpgsql AS $$
+DECLARE
+    latest bigint;
+BEGIN
+    LOOP
+        SELECT epoch INTO latest FROM pgleaderlock.leaders WHERE role = p_role;
+        BEGIN
+            PERFORM pgleaderlock.fence(p_role, latest);
+            RETURN;
+        EXCEPTION WHEN SQLSTATE 'PGL02' THEN NULL;
+        END;
+    END LOOP;
+END
+$$
+"""
+
+
+class _Leader:
+    """The session that bumps."""
+
+    def __init__(self, conn: psycopg.AsyncConnection[tuple[int, ...]], session_id: int) -> None:
+        self._conn, self._session_id = conn, session_id
+
+    @classmethod
+    async def open(cls, dsn: str) -> "_Leader":
+        await migrate(dsn)
+        conn = await psycopg.AsyncConnection.connect(dsn, autocommit=True)
+        await conn.execute("DROP TABLE IF EXISTS bench_writes")
+        await conn.execute("CREATE TABLE bench_writes (what integer)")
+        await conn.execute(_FOLLOW)
+        await conn.execute("SELECT pg_advisory_lock(%s, %s)", key_pair(ROLE))
+        row = await (
+            await conn.execute(
+                "SELECT session_id FROM pgleaderlock.open_session("
+                "'pgleaderlock', gen_random_uuid(), 'bench', 'host', 1, 'bench', 2, 3, true, 'bench')"
+            )
+        ).fetchone()
+        assert row is not None
+        return cls(conn, row[0])
+
+    async def bump(self) -> int:
+        key1, key2 = key_pair(ROLE)
+        row = await (
+            await self._conn.execute(
+                "SELECT epoch FROM pgleaderlock.bump(%s, %s, %s, %s, 10000, 'bench') WHERE outcome = 'won'",
+                (self._session_id, [ROLE], [key1], [key2]),
+            )
+        ).fetchone()
+        assert row is not None, "the bump did not win"
+        return row[0]
+
+    async def close(self) -> None:
+        await self._conn.close()
+
+
+async def throughput(dsn: str) -> Figure:
+    """The same insert in a transaction, with and without the fence, in blocks that alternate."""
+    leader = await _Leader.open(dsn)
+    try:
+        epoch = await leader.bump()
+        values = {"role": ROLE, "epoch": epoch, "namespace": "pgleaderlock", "holder": "bench", "idle_timeout": "10s"}
+        fence = _one_line(statement("fence").decode()) % {key: f"'{value}'" for key, value in values.items()}
+        plain, ours = [], []
+        for block in range(BLOCKS + 1):
+            plain_tps = await _pgbench(dsn, f"BEGIN;\n{_WRITE}\nCOMMIT;", THROUGHPUT_WRITERS)
+            fenced_tps = await _pgbench(dsn, f"BEGIN;\n{fence};\n{_WRITE}\nCOMMIT;", THROUGHPUT_WRITERS)
+            if block:  # the first one warms up
+                plain.append(plain_tps)
+                ours.append(fenced_tps)
+    finally:
+        await leader.close()
+    ratios = [mine / other for mine, other in zip(ours, plain, strict=True)]
+    return Figure(
+        f"fenced transactions/s over unfenced, {THROUGHPUT_WRITERS} writers",
+        f"{median(ours):,.0f}/s",
+        f"unfenced {median(plain):,.0f}/s (pgbench, {BLOCKS} pairs of {BLOCK_S} s, ratios"
+        f" {min(ratios):.2f} to {max(ratios):.2f})",
+        median(ratios),
+        0.8,
+        at_least=True,
+    )
+
+
+async def bump(dsn: str) -> Figure:
+    """A new epoch behind writers that hold the fence all the time, committed and acknowledged."""
+    leader = await _Leader.open(dsn)
+    try:
+        await leader.bump()
+        script = f"BEGIN;\nSELECT bench_fence('{ROLE}');\n\\sleep {WRITE_MS} ms\n{_WRITE}\nCOMMIT;"
+        duration_s = 30
+        writers = asyncio.create_task(_pgbench(dsn, script, BUMP_WRITERS, duration_s))
+        await _until_writing(dsn)
+        took = []
+        for _ in range(BUMPS):
+            began = time.perf_counter()
+            await leader.bump()
+            took.append(time.perf_counter() - began)
+            await asyncio.sleep(0.1)
+        assert not writers.done(), "the writers ended before the last bump"
+        rate = await writers
+    finally:
+        await leader.close()
+    return Figure(
+        f"bump behind {BUMP_WRITERS} fenced writers, p99",
+        f"p50 {median(took) * 1e3:.1f} ms, p99 {percentile(took, 99) * 1e3:.1f} ms, {BUMPS} bumps",
+        f"each writer keeps its transaction open for {WRITE_MS} ms; {rate:,.0f} writes/s beside it",
+        percentile(took, 99) * 1e3,
+        50.0,
+        "ms",
+    )
+
+
+async def _until_writing(dsn: str) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as look:
+        while True:  # nothing announces that all of them are at work
+            row = await (
+                await look.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'pgbench'")
+            ).fetchone()
+            if row is not None and row[0] >= BUMP_WRITERS:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def _pgbench(dsn: str, script: str, writers: int, duration_s: int = BLOCK_S) -> float:
+    """Transactions a second, without the time to connect."""
+    parts = {key: str(value) for key, value in conninfo_to_dict(dsn).items()}
+    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
+        path = Path(folder) / "script.sql"
+        path.write_text(script)
+        binaries = find_binaries()
+        process = await asyncio.create_subprocess_exec(
+            str(binaries / "pgbench"),
+            *("-n", "-M", "prepared", "-c", str(writers), "-j", "2", "-T", str(duration_s), "-f", str(path)),
+            *("-h", parts["host"], "-p", parts["port"], "-U", parts["user"], parts["dbname"]),
+            env={"PGPASSWORD": parts["password"], "LD_LIBRARY_PATH": f"{binaries.parent / 'lib'}", "PATH": "/usr/bin"},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output = (await process.communicate())[0].decode()
+    found = re.search(r"tps = ([\d.]+) \(without", output)
+    assert process.returncode == 0, output
+    assert found is not None, output
+    assert "aborted" not in output, output
+    return float(found[1])
+
+
+def _one_line(sql: str) -> str:
+    return " ".join(sql.split())
