@@ -16,17 +16,17 @@ import contextlib
 import os
 import random
 import socket
-import threading
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, Self, TypeVar
 
-from pgleaderlock._callbacks import CallbackRegistry, Dispatcher
+from pgleaderlock._callbacks import Dispatcher
 from pgleaderlock._changes import Changes
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._driver import Driver
+from pgleaderlock._election_callbacks import ElectionCallbacks
 from pgleaderlock._election_settings import (
     Timing,
     check_channel,
@@ -41,6 +41,7 @@ from pgleaderlock._fsm import Input, Rules
 from pgleaderlock._listener import listen
 from pgleaderlock._logging import get_logger
 from pgleaderlock._roles import LeaderInfo, Role
+from pgleaderlock._thread import run_in_thread
 from pgleaderlock._watchdog import Watchdog
 from pgleaderlock._work import Works
 from pgleaderlock.errors import ConfigurationError, LockError, NotLeader, SchemaError, ShutdownError
@@ -52,15 +53,6 @@ from pgleaderlock.models import LeaderStateChanged, LeaderToken, LockState, Retr
 __all__ = ["LeaderElection"]
 
 T = TypeVar("T")
-RoleCallback = Callable[[str], Awaitable[None] | None]
-RoleStateCallback = Callable[[str, LockState, LockState], Awaitable[None] | None]
-FailureCallback = Callable[[Exception], Awaitable[None] | None]
-EndCallback = Callable[[], Awaitable[None] | None]
-RoleCallbackT = TypeVar("RoleCallbackT", bound=RoleCallback)
-RoleStateCallbackT = TypeVar("RoleStateCallbackT", bound=RoleStateCallback)
-FailureCallbackT = TypeVar("FailureCallbackT", bound=FailureCallback)
-EndCallbackT = TypeVar("EndCallbackT", bound=EndCallback)
-
 DEFAULT_CHANNEL = "pgleaderlock"
 EXIT_TIMEOUT_S = 10.0
 FORCED_END_S = 5.0
@@ -75,7 +67,7 @@ class _NoDelay:
         return 0.0
 
 
-class LeaderElection:
+class LeaderElection(ElectionCallbacks):
     """Leads roles, one node each. See the module's first lines for what it does not promise."""
 
     _clock: Clock = BOOT_CLOCK
@@ -104,6 +96,7 @@ class LeaderElection:
         standalone: bool = False,
         allow_pooler: bool = False,
     ) -> None:
+        super().__init__()
         self._timing = Timing.checked(
             heartbeat_interval_s, late_threshold_s, session_lease_s, acquire_delay_s, standby_wait_s
         )
@@ -142,7 +135,6 @@ class LeaderElection:
         self._standalone = standalone
         self._allow_pooler = allow_pooler
         self._log = get_logger("pgleaderlock").bind(node=self._node_id)
-        self._registry = CallbackRegistry()
         self._gates = {name: LeaderGate(name, clock=self._clock) for name in self._keys}
         self._instance = ""
         self._roles: dict[str, Role] = {}
@@ -338,38 +330,6 @@ class LeaderElection:
             return task.result()
         return None
 
-    # --- Event registration: each returns the function unchanged, so that all of them serve as decorators
-
-    def on_acquired(self, fn: RoleCallbackT) -> RoleCallbackT:
-        """This node leads the role's lock; its gate may still be waiting."""
-        self._registry.add("on_acquired", fn)
-        return fn
-
-    def on_released(self, fn: RoleCallbackT) -> RoleCallbackT:
-        """The role was given up on purpose."""
-        self._registry.add("on_released", fn)
-        return fn
-
-    def on_lost(self, fn: RoleCallbackT) -> RoleCallbackT:
-        """The role was lost."""
-        self._registry.add("on_lost", fn)
-        return fn
-
-    def on_state_change(self, fn: RoleStateCallbackT) -> RoleStateCallbackT:
-        """`(role, from_state, to_state)`."""
-        self._registry.add("on_state_change", fn)
-        return fn
-
-    def on_error(self, fn: FailureCallbackT) -> FailureCallbackT:
-        """The database failed, or a callback did: once for each error, whatever the number of roles."""
-        self._registry.add("on_error", fn)
-        return fn
-
-    def on_stopped(self, fn: EndCallbackT) -> EndCallbackT:
-        """The election has stopped. The last callback of a run."""
-        self._registry.add("on_stopped", fn)
-        return fn
-
     # --- Inside
 
     async def _run(self) -> None:
@@ -383,7 +343,7 @@ class LeaderElection:
                 self._lead_alone()
                 await asyncio.get_running_loop().create_future()
             elif self._heartbeat_thread:
-                await self._run_in_thread()
+                await run_in_thread(self._run_engine, self._force_stop)
             else:
                 await self._run_engine()
         finally:
@@ -413,31 +373,9 @@ class LeaderElection:
                 listener.cancel()
                 await asyncio.wait([listener])
 
-    async def _run_in_thread(self) -> None:
-        """The heartbeat does not depend on a free event loop: a blocked one does not lose the term."""
-        ended: asyncio.Future[None] = self._home.create_future()
-        failure: list[BaseException] = []
-
-        def main() -> None:
-            try:
-                asyncio.run(self._run_engine())
-            except BaseException as error:
-                failure.append(error)
-            finally:
-                with contextlib.suppress(RuntimeError):
-                    self._home.call_soon_threadsafe(_settle, ended)
-
-        thread = threading.Thread(target=main, name="pgleaderlock heartbeat", daemon=True)
-        thread.start()
-        try:
-            await ended
-        except asyncio.CancelledError:
-            if self._engine is not None:
-                self._engine.ask_stop(force=True)
-            await asyncio.to_thread(thread.join, FORCED_END_S)
-            raise
-        if failure:
-            raise failure[0]
+    def _force_stop(self) -> None:
+        if self._engine is not None:
+            self._engine.ask_stop(force=True)
 
     def _make_engine(self) -> Engine:
         timing = self._timing
@@ -638,11 +576,6 @@ class _RoleEmitter:
         if event in ("on_error", "on_stopped"):
             return  # the election tells of both itself
         self._election.emit(event, self._name, *args)
-
-
-def _settle(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _library_version() -> str:
