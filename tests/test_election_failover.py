@@ -181,10 +181,12 @@ async def _epochs_over_crashes(server: EmbeddedPostgres, crashes: int) -> list[i
     """The epochs of as many terms, each ended by a crash of the server as soon as it is known."""
     role, handed_out = fresh_role(), []
     for _ in range(crashes):
-        async with LeaderElection(server.dsn, role, acquire_delay_s=(0.05, 0.1)) as election:
+        won = asyncio.Event()
+        election = LeaderElection(server.dsn, role, acquire_delay_s=(0.05, 0.1))
+        election.on_acquired(lambda _, won=won: won.set())
+        async with election:
             async with asyncio.timeout(WAIT_S):
-                while election.gate(role).token is None:
-                    await election.gate(role).wait_changed()
+                await won.wait()
             handed_out.append(election.gate(role).current_epoch or 0)
             await asyncio.to_thread(server.stop, "immediate")
         await asyncio.to_thread(server.start)
@@ -229,7 +231,9 @@ async def test_a_cancelled_wait_for_a_standby_is_not_led_on(throwaway_postgres: 
     server = throwaway_postgres()
     await migrate(server.dsn)
     role = fresh_role()
-    election = LeaderElection(server.dsn, role, heartbeat_interval_s=20.0, acquire_delay_s=(0.05, 0.1))
+    # No heartbeat comes in between, and what comes of the maybe is waited for as long as its T.
+    timing = {"heartbeat_interval_s": 2.5, "late_threshold_s": 3.1, "session_lease_s": 3.6}
+    election = LeaderElection(server.dsn, role, acquire_delay_s=(0.05, 0.1), **timing)  # type: ignore[arg-type]
     acquired: list[int | None] = []
     errors: list[Exception] = []
     failed = asyncio.Event()

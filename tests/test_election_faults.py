@@ -87,9 +87,10 @@ async def test_after_a_restart_of_the_database_one_sends_under_a_newer_epoch(
 async def test_a_frozen_leader_is_refused_by_its_gate_before_its_loop_has_run(ledger: str, log: SendLog) -> None:
     role = fresh_role()
     async with election_node(ledger, "a", role, log.path, **MIDDLE) as a:
-        await log.until(lambda send: True)
+        first = await log.until(lambda send: True)
         async with election_node(ledger, "b", role, log.path, **QUICK) as b:
             await b.hears("started")
+            await log.until(lambda send: send.before_ns > first.before_ns + 10**9)  # it lives by its heartbeats now
             since = len(a.said)
             a.tell("freeze")
             await log.until(lambda send: send.node == "b")
@@ -104,9 +105,10 @@ async def test_a_leader_with_a_blocked_loop_is_shut_out_by_the_clock(ledger: str
     """Its thread goes on asking, and nothing but the clock can tell it that it is no longer to act."""
     role = fresh_role()
     async with election_node(ledger, "a", role, log.path, **MIDDLE) as a:
-        await log.until(lambda send: True)
+        first = await log.until(lambda send: True)
         async with election_node(ledger, "b", role, log.path, **QUICK) as b:
             await b.hears("started")
+            await log.until(lambda send: send.before_ns > first.before_ns + 10**9)  # it lives by its heartbeats now
             since = len(a.said)
             a.tell("block", 3)
             await log.until(lambda send: send.node == "b")
@@ -152,8 +154,10 @@ async def deafen(dsn: str, node: ElectionNode, duration_s: float) -> None:
     await end_sessions_of(dsn, node.name)
 
 
-async def test_an_election_that_is_started_again_still_waits_for_its_predecessor(ledger: str, log: SendLog) -> None:
-    """A process that follows itself does not wait for itself, but for whom it was waiting."""
+@pytest.mark.parametrize("comes_back", ["started again", "on a new session"])
+async def test_a_node_that_follows_itself_still_waits_for_whom_it_was_waiting(
+    ledger: str, log: SendLog, comes_back: str
+) -> None:
     role = fresh_role()
     async with election_node(ledger, "a", role, log.path, **PATIENT) as a:
         await log.until(lambda send: True)
@@ -162,7 +166,12 @@ async def test_an_election_that_is_started_again_still_waits_for_its_predecessor
             await deafen(ledger, a, PATIENT["session_lease_s"])
             await b.hears("acquired")
             assert (await b.asked("ask"))["reason"] == "waiting"
-            await b.asked("again")
+            since = len(b.said)
+            if comes_back == "started again":
+                await b.asked("again")
+            else:
+                await end_sessions_of(ledger, "b")
+            await b.hears("acquired", since=since)
             await log.until(lambda send: send.node == "b")
             await a.hears("block")
     assert log.violations() == []
