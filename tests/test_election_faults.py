@@ -9,13 +9,17 @@ import asyncio
 import signal
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from conftest import StartServer
+from pgleaderlock import LeaderElection
+from pgleaderlock._clock import BOOT_CLOCK
+from pgleaderlock.ledger import Ledger
 from pgleaderlock.migrate import migrate
 from support.counts import count
-from support.election_node import ElectionNode, SendLog, election_node
+from support.election_node import WAIT_S, ElectionNode, SendLog, election_node
 from support.election_storm import KINDS, MIDDLE, QUICK, SLOW, Storm, end_sessions_of
 
 PATIENT = {"heartbeat_interval_s": 1.0, "late_threshold_s": 3.0, "session_lease_s": 3.5}
@@ -143,6 +147,56 @@ async def test_a_clean_handover_lets_the_next_one_send_and_nobody_act_twice(ledg
             third = await log.until(lambda send: send.node == "a")
     assert first.epoch < second.epoch < third.epoch
     assert log.violations() == []
+
+
+# --- When the clock is read: before what a leader says is sent, and after what a standby hears has come
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, name: str, delay_s: float) -> list[tuple[float, float]]:
+    """Let each answer of the ledger to `name` come late; gives when it was asked and when it had answered."""
+    asked: list[tuple[float, float]] = []
+    whole = getattr(Ledger, name)
+
+    async def late(self: Ledger, *args: Any, **options: Any) -> Any:
+        before = BOOT_CLOCK.now()
+        answer = await whole(self, *args, **options)
+        after = BOOT_CLOCK.now()
+        await asyncio.sleep(delay_s)
+        asked.append((before, after))
+        return answer
+
+    monkeypatch.setattr(Ledger, name, late)
+    return asked
+
+
+async def test_a_leader_counts_from_before_it_sent_however_late_the_answer_comes(
+    ledger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role, gate_s = fresh_role(), MIDDLE["late_threshold_s"]
+    bumps, beats = slowly(monkeypatch, "bump", 0.2), slowly(monkeypatch, "beat", 0.2)
+    async with LeaderElection(ledger, role, **MIDDLE) as election:
+        gate = election.gate(role)
+        assert await gate.wait_open(WAIT_S)
+        first = gate.deadline
+        assert first <= (beats or bumps)[-1][0] + gate_s
+        async with asyncio.timeout(WAIT_S):
+            while gate.deadline == first:
+                await asyncio.sleep(0.005)
+        assert gate.deadline <= beats[-1][0] + gate_s
+
+
+async def test_a_standby_counts_from_after_the_answer_however_early_it_asked(
+    ledger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    role = fresh_role()
+    async with LeaderElection(ledger, role, **MIDDLE) as leader:
+        assert await leader.gate(role).wait_open(WAIT_S)
+        looks = slowly(monkeypatch, "try_and_look", 0.2)
+        async with LeaderElection(ledger, role, **QUICK) as standby:
+            async with asyncio.timeout(WAIT_S):
+                while (sight := standby._roles[role].sight) is None:
+                    await asyncio.sleep(0.005)
+            assert sight.first_seen >= looks[0][1] + 0.19, "not before the answer was at hand"
 
 
 # --- What a leader leaves behind that cannot hear that it has lost

@@ -57,9 +57,9 @@ async def session_of(server: EmbeddedPostgres, node: str) -> int:
 
 
 def statements(server: EmbeddedPostgres, pid: int) -> list[str]:
-    """What one backend was asked, in order: `beat`, `try`, or the statement itself."""
+    """What one backend was asked, in order: `beat`, `try`, `bump`, or the statement itself."""
     texts = _STATEMENT.split(server.log_path.read_text())[1:]
-    kinds = {"pgleaderlock.beat(": "beat", "pg_try_advisory_lock(": "try"}
+    kinds = {"pgleaderlock.beat(": "beat", "pg_try_advisory_lock(": "try", "pgleaderlock.bump(": "bump"}
     return [
         next((kind for mark, kind in kinds.items() if mark in text), text[:80])
         for sender, text in zip(texts[::2], texts[1::2], strict=True)
@@ -151,6 +151,9 @@ async def test_a_stuck_writer_holds_up_its_own_role_and_no_other(server: Embedde
             first.signal(signal.SIGKILL)
             await second.until(lambda: len(second.acquired()) == len(roles) - 1)
             assert busy not in second.acquired()
+            bumps = statements(server, await session_of(server, "second")).count("bump")
+            print(f"{len(roles) - 1} roles were led after {bumps} bumps, one remains")  # noqa: T201
+            assert bumps < 20, "they were led one by one, between waits for the stuck one"
             # It has the lock by now, and keeps asking; the others are beaten for all the while.
             await second.until(lambda: _open_gates(second) == set(roles) - {busy})
             asked = await statements_over(server, await session_of(server, "second"), beats=3)
