@@ -158,7 +158,7 @@ async def handover(dsn: str) -> Figure:
     )
 
 
-async def gate(dsn: str) -> Figure:
+async def gate(_dsn: str) -> Figure:
     """One question to an open gate, against one look at the clock."""
     asked, rounds = 20_000, 15
     open_gate = LeaderGate("bench")
