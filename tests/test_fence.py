@@ -319,7 +319,7 @@ async def test_cancelling_a_writer_that_waits_for_its_fence_leaves_its_connectio
         {"prepare_threshold": None},
         {"prepare_threshold": 0},
     ],
-    ids=str,
+    ids=["dict rows", "raw cursors", "client cursors", "never prepared", "always prepared"],
 )
 async def test_the_connections_own_cursors_and_rows_do_not_matter(leader: Leader, connect: Any, options: Any) -> None:
     token = leader.win()
