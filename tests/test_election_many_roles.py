@@ -22,9 +22,9 @@ from support.counts import count
 from support.election_node import WAIT_S, ElectionNode, election_node
 
 MANY = {
-    "heartbeat_interval_s": 1.0,
-    "late_threshold_s": 2.0,
-    "session_lease_s": 3.0,
+    "heartbeat_interval_s": 0.6,
+    "late_threshold_s": 1.5,
+    "session_lease_s": 2.0,
     "acquire_delay_s": (0.1, 0.3),
     "acts": False,
 }
@@ -105,8 +105,8 @@ async def test_many_roles_share_two_connections_and_two_statements_a_tick(
         assert set(asked) == {"beat"}, "a leader of everything has nothing else to ask"
         followed = await statements_over(server, await session_of(server, "second"), beats=3)
         assert set(followed) == {"beat", "try"}
-        # A tick is a try at most every 0.1 s and a beat every 0.8 s: no statement is there once for each role.
-        assert followed["try"] <= 3 * 12 + 12
+        # A try every 0.1 s at most, and three beats: no statement is there once for each role.
+        assert followed["try"] < 40
         memory = {node.name: await node.asked("memory") for node in (first, second)}
         resident = ", ".join(f"{said['rss_kb'] / 1024:.0f} MB" for said in memory.values())
         print(  # noqa: T201

@@ -305,7 +305,7 @@ async def _tell_changes(election: LeaderElection) -> None:
 
 
 async def _main(name: str, roles: list[str], dsn: str, sends: str, options: dict[str, Any]) -> None:
-    acts = options.pop("acts", True)
+    acts, held = options.pop("acts", True), options.pop("held", False)
     if "acquire_delay_s" in options:
         options["acquire_delay_s"] = tuple(options["acquire_delay_s"])
     election = LeaderElection(dsn, roles, node_id=name, **options)
@@ -314,6 +314,9 @@ async def _main(name: str, roles: list[str], dsn: str, sends: str, options: dict
     words: asyncio.StreamReader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(words), sys.stdin)
     telling = asyncio.create_task(_tell_changes(election))
+    if held:  # until it is told to go: a process takes longer to start than an election
+        _say("held")
+        await words.readline()
     async with election:
         _say("started")
         if acts:
