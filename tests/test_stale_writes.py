@@ -191,7 +191,7 @@ async def test_each_stale_write_is_refused_while_as_many_current_ones_commit(
 @pytest.mark.parametrize(
     ("level", "taken_out"),
     [
-        (IsolationLevel.READ_COMMITTED, "PERFORM pg_advisory_xact_lock_shared(key);"),
+        (IsolationLevel.READ_COMMITTED, "done := pg_advisory_xact_lock_shared(key);"),
         (IsolationLevel.REPEATABLE_READ, "FOR KEY SHARE"),
         (IsolationLevel.SERIALIZABLE, "FOR KEY SHARE"),
     ],

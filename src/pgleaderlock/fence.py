@@ -16,6 +16,7 @@ notification: it runs in somebody else's transaction.
 
 import contextlib
 import math
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, TypeVar, overload
@@ -47,6 +48,11 @@ EPOCH_MAX = 2**63 - 1
 TRIES_MAX = 3
 
 Row = TypeVar("Row")
+AnyConnection = psycopg.AsyncConnection[Any] | psycopg.Connection[Any]
+
+# Two databases may have issued the same epoch, so a token's holder is compared once with what this database knows. A
+# connection cannot change its database: what it has accepted once needs no second look.
+_accepted: weakref.WeakKeyDictionary[AnyConnection, LeaderToken] = weakref.WeakKeyDictionary()
 
 
 @overload
@@ -129,6 +135,8 @@ def _fenced_sync(
 async def _send_async(
     conn: psycopg.AsyncConnection[Any], token: LeaderToken, fence: bytes, params: dict[str, object]
 ) -> None:
+    if _accepted.get(conn) == token:
+        params = {**params, "holder": None}
     try:
         # Whatever the connection's own cursor and row types are.
         await psycopg.AsyncCursor(conn, row_factory=tuple_row).execute(fence, params)
@@ -137,9 +145,12 @@ async def _send_async(
         if refusal is None:
             raise
         raise refusal from error
+    _accepted[conn] = token
 
 
 def _send_sync(conn: psycopg.Connection[Any], token: LeaderToken, fence: bytes, params: dict[str, object]) -> None:
+    if _accepted.get(conn) == token:
+        params = {**params, "holder": None}
     try:
         psycopg.Cursor(conn, row_factory=tuple_row).execute(fence, params)
     except psycopg.Error as error:
@@ -147,9 +158,10 @@ def _send_sync(conn: psycopg.Connection[Any], token: LeaderToken, fence: bytes, 
         if refusal is None:
             raise
         raise refusal from error
+    _accepted[conn] = token
 
 
-def _joins(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> bool:
+def _joins(conn: AnyConnection) -> bool:
     """Whether to send the fence into the open transaction as it is. Raises when the connection is not usable.
 
     Inside a `conn.transaction()` block psycopg refuses `commit()` and `rollback()`, so the fence lasts as long as our
@@ -168,7 +180,7 @@ def _joins(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> bool
     return status == pq.TransactionStatus.INTRANS and bool(getattr(conn, "_num_transactions", 0))
 
 
-def _retries(conn: psycopg.AsyncConnection[Any] | psycopg.Connection[Any]) -> int:
+def _retries(conn: AnyConnection) -> int:
     """A transaction that was open before keeps its snapshot: a new one is the caller's to begin."""
     return TRIES_MAX - 1 if conn.pgconn.transaction_status == pq.TransactionStatus.IDLE else 0
 
