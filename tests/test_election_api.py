@@ -36,6 +36,7 @@ from pgleaderlock import (
     key_pair,
 )
 from pgleaderlock.errors import ConnectionError
+from pgleaderlock.ledger import Bump, Ledger
 from pgleaderlock.migrate import migrate
 from support.elections import (
     HASTY,
@@ -333,6 +334,30 @@ async def test_an_instant_takeover_does_not_make_the_next_safe_one_forget_the_fi
             assert not safe.gate(role).is_leader, "it opened at once, while the frozen one may still act"
 
 
+async def test_a_node_that_never_heard_of_its_own_bump_still_waits(
+    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bump is committed, its answer lost: the next session of this process finds itself as the predecessor."""
+    waits = LeaderElection(node_dsn, role, node_id="waits", **PATIENT)
+    real = Ledger.bump
+    lost: list[bool] = []
+
+    async def bump(self: Ledger, *args: Any, **kwargs: Any) -> list[Bump]:
+        answer = await real(self, *args, **kwargs)
+        if not lost and self._identity.node_id == "waits":
+            lost.append(True)
+            raise ConnectionError("the answer was lost on its way")
+        return answer
+
+    async with a_predecessor_that_still_acts(node_dsn, role):
+        monkeypatch.setattr(Ledger, "bump", bump)
+        async with waits:
+            terminate(node_dsn, key_pair(role))
+            await until(lambda: waits.state(role) is LockState.LEADER)
+            assert lost
+            assert not waits.gate(role).is_leader, "it opened at once, while the frozen one may still act"
+
+
 # --- The stream of changes
 
 
@@ -361,6 +386,15 @@ async def test_changes_tell_both_nodes_in_order_who_leads(node_dsn: str, role: s
     holder = next(change.holder for change in second.seen if change.epoch == 1)
     assert holder is not None
     assert holder.startswith("one-")
+
+
+async def test_changes_of_a_stopped_election_end(node_dsn: str, role: str) -> None:
+    election = LeaderElection(node_dsn, role, **STEADY)
+    async with election:
+        await opens(election, role)
+    async with asyncio.timeout(2):
+        async for _ in election.changes():
+            pass
 
 
 # --- Leading a work
@@ -598,6 +632,21 @@ async def test_start_twice_is_start_once_and_an_election_can_be_started_again(
         await opens(election, role)
         assert election.gate(role).current_epoch == 2
     assert [term["epoch"] for term in terms(superuser, role)] == [1, 2]
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing_running(node_dsn: str, role: str) -> None:
+    before = asyncio.all_tasks()
+    for turns in (1, 2, 3, 5, 10, 50):
+        election = LeaderElection(node_dsn, role, **STEADY)
+        starting = asyncio.ensure_future(election.start())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait([starting])
+        if starting.cancelled():
+            await until(lambda: asyncio.all_tasks() == before, f"cancelled after {turns} turns")
+        assert holders(node_dsn, key_pair(role)) == [] or not starting.cancelled()
+        await election.shutdown()
 
 
 async def test_a_shutdown_leaves_a_clean_ledger(node_dsn: str, superuser: str, role: str) -> None:

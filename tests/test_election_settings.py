@@ -122,6 +122,35 @@ def test_the_gate_never_shuts_between_two_heartbeats_of_an_accepted_setting() ->
     assert accepted > 50
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stale_threshold_s": -1.0},
+        {"stale_threshold_s": "soon"},
+        {"hard_stop_after_s": "soon"},
+        {"hard_stop_after_s": float("nan")},
+        {"hard_stop_after_s": True},
+        {"node_id": 5},
+        {"evict_stale": "no"},
+        {"enabled": "false"},
+        {"standalone": "no"},
+        {"candidate": None},
+        {"heartbeat_thread": 1},
+        {"allow_pooler": "yes"},
+        {"standby_wait_s": False},
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_refused_by_name(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(settings))):
+        LeaderElection("host=x", "r", **settings)
+
+
+@pytest.mark.parametrize("roles", [None, 5])
+def test_roles_that_are_no_names_are_a_configuration_error(roles: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        LeaderElection("host=x", roles)
+
+
 def test_a_dsn_that_cannot_be_parsed_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="DSN"):
         LeaderElection("postgresql://a:p@ss@host/db:x:y", "r")
@@ -286,7 +315,7 @@ MILLISECONDS = [name for name in EVERYTHING if "_MS" in name]
 
 
 @pytest.mark.parametrize("variable", MILLISECONDS)
-@pytest.mark.parametrize("value", ["", "0", "-5", "abc", "nan", "3s", " "])
+@pytest.mark.parametrize("value", ["", "0", "-5", "abc", "nan", "inf", "3s", " "])
 def test_a_wrong_number_of_milliseconds_is_refused_by_the_variables_name(variable: str, value: str) -> None:
     with pytest.raises(ConfigurationError, match=variable):
         LeaderElection.from_env(environ={**EVERYTHING, variable: value})
@@ -388,3 +417,10 @@ async def test_a_standalone_election_leads_without_a_database_and_says_so_loudly
 async def test_off_wins_over_standalone() -> None:
     async with limit(), LeaderElection("", "a", standalone=True, enabled=False) as election:
         assert not election.gate("a").is_leader
+
+
+async def test_a_standalone_leader_can_step_down() -> None:
+    async with limit(), LeaderElection("", "r", standalone=True) as election:
+        assert await election.gate("r").wait_open()
+        await election.step_down("r")
+        assert not election.gate("r").is_leader

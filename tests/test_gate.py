@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -244,6 +245,14 @@ def test_enable_only_lifts_and_never_opens_what_is_shut_for_another_reason(
     assert reason(gate) == why
 
 
+def test_enable_takes_the_token_of_this_role_only(gate: LeaderGate, clock: FakeClock) -> None:
+    open_for(gate, clock)
+    gate.disable()
+    with pytest.raises(NotLeader):
+        gate.enable(LeaderToken("another role", FIRST.epoch, "somebody"))
+    assert not gate.is_leader
+
+
 def test_enable_without_a_term_is_refused(gate: LeaderGate) -> None:
     with pytest.raises(NotLeader):
         gate.enable(FIRST)
@@ -372,6 +381,52 @@ async def test_wait_closed_is_about_one_term_and_not_about_the_next(gate: Leader
     gate.open(SECOND, clock.now(), clock.now() + 6.0)
     async with limit():
         await closed
+
+
+def just_before_it_waits(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Something happens in another thread between a wait's look at the gate and its registration."""
+    loop = asyncio.get_running_loop()
+    create_future = loop.create_future
+    pending = [happens]
+
+    def create() -> "asyncio.Future[Any]":
+        if pending:
+            pending.pop()()
+        return create_future()
+
+    monkeypatch.setattr(loop, "create_future", create)
+
+
+async def test_work_that_ends_while_a_drain_begins_to_wait_is_not_missed(
+    gate: LeaderGate, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate.open(FIRST, clock.now(), clock.now() + 6)
+    acting = gate.acting()
+    acting.__enter__()
+    just_before_it_waits(monkeypatch, lambda: acting.__exit__(None, None, None))
+    async with limit():
+        await gate.wait_idle()
+
+
+async def test_a_gate_that_opens_while_somebody_begins_to_wait_for_it_is_not_missed(
+    gate: LeaderGate,
+    clock: FakeClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with limit():
+        just_before_it_waits(monkeypatch, lambda: gate.open(FIRST, clock.now(), clock.now() + 6))
+        assert await gate.wait_open()
+
+
+async def test_a_gate_that_shuts_while_somebody_begins_to_wait_for_it_is_not_missed(
+    gate: LeaderGate,
+    clock: FakeClock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate.open(FIRST, clock.now(), clock.now() + 6)
+    async with limit():
+        just_before_it_waits(monkeypatch, lambda: gate.close("lost"))
+        await gate.wait_closed(FIRST)
 
 
 async def test_a_wait_that_is_cancelled_leaves_nothing_behind(gate: LeaderGate, clock: FakeClock) -> None:
@@ -505,8 +560,7 @@ def test_no_work_begins_after_a_drain_whatever_the_threads_do(gate: LeaderGate, 
         threads = [in_thread(work) for _ in range(4)]
         began.wait()
         gate.drain()
-        while gate.in_flight:
-            pass
+        asyncio.run(gate.wait_idle())
         drained.set()
         for thread in threads:
             thread.join(20)

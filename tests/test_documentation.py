@@ -1,0 +1,163 @@
+"""Whatever a user can name is in the documentation: names, settings, options, variables, exit codes, reasons."""
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+import pgleaderlock
+from pgleaderlock import LeaderElection, LeaderGate, LeaderLock
+from pgleaderlock.cli import _output
+from pgleaderlock.cli._app import COMMANDS
+from pgleaderlock.gate import _EXPLAINED
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src" / "pgleaderlock"
+PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md"))}
+EVERYTHING = "\n".join(PAGES.values())
+
+
+def words_of_code(text: str) -> set[str]:
+    """Every word inside `code` and fenced blocks: a name in running prose is not documentation of that name."""
+    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    rest = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"[\w-]+", " ".join([*blocks, *re.findall(r"`([^`\n]+)`", rest)])))
+
+
+CODE = words_of_code(EVERYTHING)
+
+
+def missing(wanted: set[str], text: str | None = None) -> list[str]:
+    return sorted(wanted - (CODE if text is None else words_of_code(text)))
+
+
+def test_every_public_name_is_documented() -> None:
+    # The three types of callbacks are documented by the tables of callbacks: nobody writes their names.
+    types = {"Callback", "ErrorCallback", "StateChangeCallback"}
+    assert missing(set(pgleaderlock.__all__) - types - {"RetryStrategy"}) == []
+    assert "next_delay_s" in CODE
+
+
+@pytest.mark.parametrize(("cls", "page"), [(LeaderLock, "lock.md"), (LeaderElection, "election.md")])
+def test_every_setting_of_a_constructor_is_in_its_table(cls: type, page: str) -> None:
+    rows = "\n".join(line for line in PAGES[page].splitlines() if line.startswith("| `"))
+    assert missing(set(inspect.signature(cls).parameters), rows) == []
+
+
+@pytest.mark.parametrize(
+    ("cls", "page"), [(LeaderLock, "lock.md"), (LeaderElection, "election.md"), (LeaderGate, "gate.md")]
+)
+def test_every_public_method_and_property_is_on_the_page(cls: type, page: str) -> None:
+    public = {name for name in vars(cls) if not name.startswith("_")}
+    inside = {"emit", "shut_in_child", "opens_at", "deadline", "wait_changed", "wait_idle", "wait_closed", "wait_over"}
+    assert missing(public - inside, PAGES[page]) == []
+
+
+def test_the_defaults_in_the_tables_are_the_real_ones() -> None:
+    for cls, page in ((LeaderLock, "lock.md"), (LeaderElection, "election.md")):
+        rows = {}
+        for line in PAGES[page].splitlines():
+            if found := re.match(r"\| `(\w+)` \|(.*)", line):
+                rows[found[1]] = [cell.strip() for cell in found[2].split("|")]
+        for name, parameter in inspect.signature(cls).parameters.items():
+            if isinstance(parameter.default, bool | float | int) or (
+                isinstance(parameter.default, str) and parameter.default
+            ):
+                shown = rows[name][1] if page == "election.md" else rows[name][0]
+                wanted = {repr(parameter.default), f"`{parameter.default!r}`".replace("'", '"')}
+                if isinstance(parameter.default, float):
+                    wanted.add(f"{parameter.default:g}")
+                assert shown in wanted, f"{page}: {name} is {parameter.default!r}, the table says {shown}"
+
+
+def commands() -> dict[str, click.Command]:
+    found: dict[str, click.Command] = {}
+    for name, entry in COMMANDS.items():
+        module, _, attribute = entry.target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if isinstance(command, click.Group):
+            found |= {f"{name} {below}": command.commands[below] for below in command.commands}
+        else:
+            found[name] = command
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_option_of_every_command_is_in_its_section(name: str) -> None:
+    page = PAGES["cli.md"]
+    section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+    shared = page.split("\n## Options of several commands\n")[1].split("\n## ")[0]
+    options = {
+        option
+        for given in commands()[name].params
+        if isinstance(given, click.Option) and not given.hidden
+        for option in given.opts
+    }
+    assert options, name
+    assert [option for option in sorted(options) if f"`{option}`" not in section + shared] == []
+    anchor = name.replace(" ", "-")
+    assert f"[`{name}`](#{anchor})" in page, "it is missing from the list of commands"
+
+
+def strings_of_the_source() -> set[str]:
+    found = set()
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_every_environment_variable_is_documented() -> None:
+    # Read by libpq for every connection of every program, and documented there.
+    libpq = {"PGCONNECT_TIMEOUT", "PGAPPNAME", "PGOPTIONS", "PGTARGETSESSIONATTRS"}
+    # A file of the server's, and what we tell its programs: nobody sets these for us.
+    internal = {"PG_VERSION", "PGDATA"}
+    looks = re.compile(r"(?:PG|PG_|PGLEADERLOCK_|LEADER_|HEARTBEAT_|ACQUIRE_|EPOCH_|MSP_)[A-Z0-9_]{3,}")
+    variables = (
+        {text for text in strings_of_the_source() if looks.fullmatch(text) and not text.startswith("PGL0")}
+        - libpq
+        - internal
+    )
+    assert {"PG_CONN_STRING", "PGLEADERLOCK_EPOCH", "LEADER_LOCK_KEY", "PG_DSN", "PGHOST"} <= variables
+    assert missing(variables) == []
+
+
+def test_every_exit_code_is_in_the_table() -> None:
+    codes = {value for name, value in vars(_output).items() if name.startswith("EXIT_")}
+    table = PAGES["cli.md"].split("\n## Exit codes\n")[1].split("\n## ")[0]
+    rows = set(re.findall(r"\d+", " ".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE))))
+    watchdog = re.findall(r"os\._exit\((\d+)\)", (SOURCES / "_watchdog.py").read_text(encoding="utf-8"))
+    assert len(codes) >= 5
+    assert {str(code) for code in codes} | set(watchdog) | {"126", "127", "128"} <= rows
+
+
+def test_every_reason_of_not_leader_is_in_the_table() -> None:
+    rows = set(re.findall(r"^\| `(\w+)` \|", PAGES["gate.md"], re.MULTILINE))
+    assert {*_EXPLAINED, "epoch_changed"} <= rows
+
+
+def test_every_link_between_the_pages_leads_somewhere() -> None:
+    broken = []
+    for page, text in {**{f"docs/{name}": text for name, text in PAGES.items()}, **_top_pages()}.items():
+        for target in re.findall(r"\]\(([^)#:\s]+)?(#[\w-]+)?\)", text):
+            path, anchor = target
+            file = (ROOT / page).parent / path if path else ROOT / page
+            if not file.exists():
+                broken.append(f"{page}: {path}")
+            elif anchor and file.suffix == ".md" and anchor[1:] not in _anchors(file):
+                broken.append(f"{page}: {path}{anchor}")
+    assert broken == []
+
+
+def _top_pages() -> dict[str, str]:
+    return {page.name: page.read_text(encoding="utf-8") for page in ROOT.glob("*.md")}
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
