@@ -59,7 +59,12 @@ async def session_of(server: EmbeddedPostgres, node: str) -> int:
 def statements(server: EmbeddedPostgres, pid: int) -> list[str]:
     """What one backend was asked, in order: `beat`, `try`, `bump`, or the statement itself."""
     texts = _STATEMENT.split(server.log_path.read_text())[1:]
-    kinds = {"pgleaderlock.beat(": "beat", "pg_try_advisory_lock(": "try", "pgleaderlock.bump(": "bump"}
+    kinds = {
+        "pgleaderlock.beat(": "beat",
+        "pg_try_advisory_lock(": "try",
+        "pgleaderlock.bump(": "bump",
+        "pg_terminate_backend(": "evict",
+    }
     return [
         next((kind for mark, kind in kinds.items() if mark in text), text[:80])
         for sender, text in zip(texts[::2], texts[1::2], strict=True)
@@ -136,7 +141,7 @@ async def test_when_a_leader_of_many_is_killed_another_leads_all_of_them(
         await second.until(lambda: len(second.acquired()) == len(roles))
         won = second.acquired().values()
         print(f"{len(roles)} roles: all within {(max(won) - min(won)) / 1e9:.3f} s of the first")  # noqa: T201
-        await second.until(lambda: _open_gates(second) == set(roles))
+        await second.until(lambda: open_gates(second) == set(roles))
         epochs = await look(server, "SELECT role, max(epoch), count(*) FROM pgleaderlock.terms GROUP BY role")
         assert {role: (epoch, terms) for role, epoch, terms in epochs} == dict.fromkeys(roles, (2, 2))
 
@@ -155,7 +160,7 @@ async def test_a_stuck_writer_holds_up_its_own_role_and_no_other(server: Embedde
             print(f"{len(roles) - 1} roles were led after {bumps} bumps, one remains")  # noqa: T201
             assert bumps < 20, "they were led one by one, between waits for the stuck one"
             # It has the lock by now, and keeps asking; the others are beaten for all the while.
-            await second.until(lambda: _open_gates(second) == set(roles) - {busy})
+            await second.until(lambda: open_gates(second) == set(roles) - {busy})
             asked = await statements_over(server, await session_of(server, "second"), beats=3)
             assert asked["beat"] == 3
             assert (await second.asked("memory"))["led"] == len(roles) - 1
@@ -164,10 +169,40 @@ async def test_a_stuck_writer_holds_up_its_own_role_and_no_other(server: Embedde
             assert stuck["state"] in ("follower", "acquiring")
             await writer.commit()
         await second.until(lambda: busy in second.acquired())
-        await second.until(lambda: _open_gates(second) == set(roles))
+        await second.until(lambda: open_gates(second) == set(roles))
 
 
-def _open_gates(node: ElectionNode) -> set[str]:
+async def test_a_stream_of_writers_does_not_hold_up_a_role_while_others_are_stuck(
+    server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    """Writers that follow each other without a gap leave no moment to grab: only queueing up behind them wins."""
+    roles = [f"role-{number}" for number in range(5)]
+    async with leader_and_follower(server, roles, tmp_path) as (first, second), contextlib.AsyncExitStack() as stack:
+        for role in roles[:-1]:
+            writer = await psycopg.AsyncConnection.connect(server.dsn, application_name="stuck writer")
+            await stack.enter_async_context(writer)
+            await writer.execute("SELECT pgleaderlock.fence(%s, 1)", (role,))
+        stream = [asyncio.create_task(_write_on(server.dsn, roles[-1], number)) for number in range(4)]
+        try:
+            first.signal(signal.SIGKILL)
+            await second.until(lambda: set(second.acquired()) == {roles[-1]})
+            ended = await asyncio.gather(*stream, return_exceptions=True)
+            assert all(isinstance(error, psycopg.Error) and error.sqlstate == "PGL02" for error in ended), ended
+        finally:
+            for task in stream:
+                task.cancel()
+
+
+async def _write_on(dsn: str, role: str, number: int) -> None:
+    """One fenced transaction after the other, until the epoch is over."""
+    async with await psycopg.AsyncConnection.connect(dsn, application_name="busy writer") as writer:
+        while True:
+            await writer.execute("SELECT pgleaderlock.fence(%s, 1)", (role,))
+            await writer.execute("SELECT pg_sleep(%s)", (0.03 + number / 100,))
+            await writer.commit()
+
+
+def open_gates(node: ElectionNode) -> set[str]:
     """The roles that it may act for, by the changes that it has told of."""
     last = {message["role"]: message["is_leader"] for message in node.said if message["what"] == "change"}
     return {role for role, is_leader in last.items() if is_leader}
