@@ -1,7 +1,9 @@
 """The ledger's schema: made once by many, never half, never over a newer one; and a role with run-time rights only."""
 
 import asyncio
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -406,6 +408,14 @@ def test_nothing_of_the_callers_can_be_slipped_in(ledger: str, runtime: str) -> 
         with pytest.raises(psycopg.Error) as caught:
             conn.execute("SELECT pgleaderlock.fence('another', 1)")  # its equality would find this one, too
         assert caught.value.sqlstate == "PGL01"
+
+
+@pytest.mark.parametrize("name", ["grants", "grants_fence_only", "grants_table_owner"])
+def test_the_documented_grants_are_the_real_ones(name: str) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "ledger.md").read_text()
+    found = re.search(rf"<!-- sql: {name} -->\n```sql\n(.*?);\n```", page, re.DOTALL)
+    assert found is not None
+    assert found[1] == _sql.statement(name).decode()
 
 
 # --- The command line
