@@ -212,10 +212,6 @@ async def test_a_schema_of_a_stranger_is_not_filled(empty: str) -> None:
         assert await migrate(dsn) == [1]  # its owner may
 
 
-@pytest.mark.xfail(
-    raises=psycopg.errors.NotNullViolation,
-    reason="open_session asks for backend_start as the ledger's owner, to whom another role's session does not show it",
-)
 async def test_an_owner_without_special_rights_serves_another_plain_role(empty: str) -> None:
     with plain_role(empty) as owner, plain_role(empty) as node:
         with psycopg.connect(empty, autocommit=True) as conn:

@@ -91,6 +91,7 @@ class Engine:
         self._try_due_at = 0.0
         self._tried_at = 0.0
         self._connect_due_at = 0.0
+        self._evicted: set[int] = set()
         self._errors = 0
         self._draining: dict[str, asyncio.Future[None]] = {}
 
@@ -249,8 +250,8 @@ class Engine:
             look, sight = role.look, role.sight
             if role.holds_lock or look is None or sight is None or look.ended or look.lease_s is None:
                 continue
-            if now - sight.first_seen > 2 * look.lease_s and role.evicted != look.session_id:
-                role.evicted = look.session_id
+            if now - sight.first_seen > 2 * look.lease_s and look.session_id not in self._evicted:
+                self._evicted.add(sight.session_id)  # once a session, whatever the number of its roles
                 if await self._there().evict(look):
                     self._log.warning("silent_leader_evicted", role=role.name, pid=look.backend_pid)
                     self._hurry()

@@ -56,7 +56,6 @@ class Role:
         self.not_before = 0.0
         self.release_asked = False
         self.requests: list[int] = []
-        self.evicted: int | None = None
         self.term_session_id: int | None = None
         """The session in which the last term began that this node has heard of."""
         self.settled_at = 0.0

@@ -206,7 +206,8 @@ class SilentLeader:
         keys = key_pair(role)
         row = self.conn.execute(
             "SELECT session_id FROM pgleaderlock.open_session('pgleaderlock', gen_random_uuid(), 'silent', 'h', 1,"
-            " 'silent-h-1', %s, %s, true, 'test')",
+            " 'silent-h-1', %s, %s, true, 'test',"
+            " (SELECT backend_start FROM pg_stat_get_activity(pg_backend_pid())))",
             (lease_s / 2, lease_s),
         ).fetchone()
         assert row is not None

@@ -12,7 +12,8 @@ SELECT o.session_id, o.system_identifier, o.timeline,
             THEN set_config('synchronous_commit', 'on', false) END AS durable
 FROM pgleaderlock.open_session(
     %(namespace)s, %(instance)s::uuid, %(node_id)s, %(host)s, %(os_pid)s, %(holder_identity)s,
-    %(gate_s)s, %(lease_s)s, %(candidate)s, %(library_version)s) o
+    %(gate_s)s, %(lease_s)s, %(candidate)s, %(library_version)s,
+    (SELECT a.backend_start FROM pg_stat_get_activity(pg_backend_pid()) a)) o
 
 -- name: ledger_beat
 SELECT beat, roles, epochs, requests FROM pgleaderlock.beat(%(session_id)s, %(settled)s::text[])

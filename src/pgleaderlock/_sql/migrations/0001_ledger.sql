@@ -131,17 +131,17 @@ $$;
 CREATE FUNCTION pgleaderlock.open_session(
     p_namespace text, p_instance uuid, p_node_id text, p_host text, p_os_pid integer, p_holder_identity text,
     p_gate_s double precision, p_lease_s double precision, p_candidate boolean, p_library_version text,
+    p_backend_start timestamptz DEFAULT NULL,
     OUT session_id bigint, OUT system_identifier bigint, OUT timeline integer)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    started timestamptz;
 BEGIN
-    SELECT a.backend_start INTO started FROM pg_stat_get_activity(pg_backend_pid()) a;
+    -- The caller says when its backend began: the ledger's owner, as whom this runs, may not be allowed to see that. Who
+    -- says nothing, or something wrong, cannot be ended by others when it falls silent, and by nothing else than its lease.
     INSERT INTO pgleaderlock.sessions AS s (
         namespace, instance, node_id, host, os_pid, holder_identity, backend_pid, backend_start, database_role,
         gate_s, lease_s, candidate, library_version)
-    VALUES (p_namespace, p_instance, p_node_id, p_host, p_os_pid, p_holder_identity, pg_backend_pid(), started,
-        session_user, p_gate_s, p_lease_s, p_candidate, p_library_version)
+    VALUES (p_namespace, p_instance, p_node_id, p_host, p_os_pid, p_holder_identity, pg_backend_pid(),
+        coalesce(p_backend_start, '-infinity'), session_user, p_gate_s, p_lease_s, p_candidate, p_library_version)
     RETURNING s.session_id INTO open_session.session_id;
     -- This process has no other session any more: whatever it recorded before is over.
     UPDATE pgleaderlock.sessions s SET ended_at = clock_timestamp()
