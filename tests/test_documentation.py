@@ -114,7 +114,7 @@ def strings_of_the_source() -> set[str]:
 
 def test_every_environment_variable_is_documented() -> None:
     # Read by libpq for every connection of every program, and documented there.
-    libpq = {"PGCONNECT_TIMEOUT", "PGAPPNAME", "PGOPTIONS", "PGTARGETSESSIONATTRS"}
+    libpq = {"PGCONNECT_TIMEOUT", "PGAPPNAME", "PGOPTIONS", "PGTARGETSESSIONATTRS", "PGSSLMODE"}
     # A file of the server's, and what we tell its programs: nobody sets these for us.
     internal = {"PG_VERSION", "PGDATA"}
     looks = re.compile(r"(?:PG|PG_|PGLEADERLOCK_|LEADER_|HEARTBEAT_|ACQUIRE_|EPOCH_|MSP_)[A-Z0-9_]{3,}")
