@@ -317,4 +317,4 @@ async def test_the_same_storm_catches_leaders_that_do_not_wait_for_their_predece
             await storm.calm()
             if log.violations():
                 return
-    pytest.fail(f"nobody was seen to act twice: the judge is blind ({storm.about})")
+        pytest.fail(f"nobody was seen to act twice: the judge is blind ({storm.about})")

@@ -5,6 +5,7 @@ Durations are printed here and judged by `make bench`.
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 from collections import Counter
@@ -28,6 +29,7 @@ MANY = {
     "acquire_delay_s": (0.1, 0.3),
     "acts": False,
 }
+PATIENT = {**MANY, "late_threshold_s": 4.0, "session_lease_s": 5.0}
 RESIDENT_KB_MAX = 100 * 1024
 _STATEMENT = re.compile(r"^(\d+) LOG:  statement: ", re.MULTILINE)
 
@@ -141,7 +143,7 @@ async def test_when_a_leader_of_many_is_killed_another_leads_all_of_them(
         await second.until(lambda: len(second.acquired()) == len(roles))
         won = second.acquired().values()
         print(f"{len(roles)} roles: all within {(max(won) - min(won)) / 1e9:.3f} s of the first")  # noqa: T201
-        await second.until(lambda: open_gates(second) == set(roles))
+        await second.until(lambda: _open_gates(second) == set(roles))
         epochs = await look(server, "SELECT role, max(epoch), count(*) FROM pgleaderlock.terms GROUP BY role")
         assert {role: (epoch, terms) for role, epoch, terms in epochs} == dict.fromkeys(roles, (2, 2))
 
@@ -160,7 +162,7 @@ async def test_a_stuck_writer_holds_up_its_own_role_and_no_other(server: Embedde
             print(f"{len(roles) - 1} roles were led after {bumps} bumps, one remains")  # noqa: T201
             assert bumps < 20, "they were led one by one, between waits for the stuck one"
             # It has the lock by now, and keeps asking; the others are beaten for all the while.
-            await second.until(lambda: open_gates(second) == set(roles) - {busy})
+            await second.until(lambda: _open_gates(second) == set(roles) - {busy})
             asked = await statements_over(server, await session_of(server, "second"), beats=3)
             assert asked["beat"] == 3
             assert (await second.asked("memory"))["led"] == len(roles) - 1
@@ -169,7 +171,7 @@ async def test_a_stuck_writer_holds_up_its_own_role_and_no_other(server: Embedde
             assert stuck["state"] in ("follower", "acquiring")
             await writer.commit()
         await second.until(lambda: busy in second.acquired())
-        await second.until(lambda: open_gates(second) == set(roles))
+        await second.until(lambda: _open_gates(second) == set(roles))
 
 
 async def test_a_stream_of_writers_does_not_hold_up_a_role_while_others_are_stuck(
@@ -202,7 +204,46 @@ async def _write_on(dsn: str, role: str, number: int) -> None:
             await writer.commit()
 
 
-def open_gates(node: ElectionNode) -> set[str]:
+async def test_a_session_that_cannot_be_ended_is_tried_once_for_all_its_roles(
+    server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    """Its backend does not react, and each try to end it takes a while: the heart of whoever tries must go on beating.
+
+    The lease should have ended it; a backend that stands still cannot see to that.
+    """
+    roles = [f"role-{number}" for number in range(40)]
+    short = {**MANY, "heartbeat_interval_s": 0.3, "late_threshold_s": 0.6, "session_lease_s": 0.8}
+    async with election_node(server.dsn, "first", roles, tmp_path / "sends", **short) as first:
+        await first.until(lambda: len(first.acquired()) == len(roles))
+        stuck = await session_of(server, "first")
+        async with election_node(server.dsn, "second", [*roles, "own"], tmp_path / "sends", **PATIENT) as second:
+            await second.until(lambda: _open_gates(second) == {"own"})
+            here = await session_of(server, "second")
+            os.kill(stuck, signal.SIGSTOP)
+            try:
+                first.signal(signal.SIGKILL)
+                await until_asked(server, here, "evict", 1)
+                before = statements(server, here)
+                await until_asked(server, here, "beat", before.count("beat") + 3)
+                tried = statements(server, here).count("evict")
+                print(f"{tried} tries to end the session of {len(roles)} roles")  # noqa: T201
+                assert tried <= 4
+                assert _open_gates(second) == {"own"}
+            finally:
+                os.kill(stuck, signal.SIGCONT)
+            await second.until(lambda: _open_gates(second) == {*roles, "own"})
+            lost = [said for said in second.said if said["what"] == "change" and said["role"] == "own"]
+            assert [said["is_leader"] for said in lost if said["epoch"]] == [True], "its own role was led throughout"
+
+
+async def until_asked(server: EmbeddedPostgres, pid: int, kind: str, times: int) -> None:
+    """Until a backend was asked this so often. Nothing announces a line in the log."""
+    async with asyncio.timeout(WAIT_S):
+        while statements(server, pid).count(kind) < times:
+            await asyncio.sleep(0.1)
+
+
+def _open_gates(node: ElectionNode) -> set[str]:
     """The roles that it may act for, by the changes that it has told of."""
     last = {message["role"]: message["is_leader"] for message in node.said if message["what"] == "change"}
     return {role for role, is_leader in last.items() if is_leader}

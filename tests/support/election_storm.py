@@ -8,9 +8,12 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -56,7 +59,7 @@ class Storm:
         self.server, self.log, self.roles = server, log, roles
         self.seed = int(os.environ.get("PGLEADERLOCK_SEED") or random.SystemRandom().randrange(2**32))
         """A new one each time, unless one is to be tried again."""
-        self.about = f"PGLEADERLOCK_SEED={self.seed}, the logs are in {log.path.parent}"
+        self.about = f"PGLEADERLOCK_SEED={self.seed}"
         self.rng = random.Random(self.seed)
         self.settings = dict(settings)
         self.nodes: dict[str, ElectionNode] = {}
@@ -74,9 +77,19 @@ class Storm:
                 self.proxies[name] = await stack.enter_async_context(Proxy.to(self.server.dsn))
                 stack.push_async_callback(self._end, name)
                 await self._start(name)
-            await self.everybody_is_led()
-            yield
-            await self.calm()
+            try:
+                await self.everybody_is_led()
+                yield
+                await self.calm()
+            except BaseException as error:
+                error.add_note(self._kept())
+                raise
+
+    def _kept(self) -> str:
+        """Put everything that was written down where nobody tidies up, and say where."""
+        folder = tempfile.mkdtemp(prefix=f"pgl-storm-{self.seed}-")
+        shutil.copytree(self.log.path.parent, folder, dirs_exist_ok=True)
+        return f"{self.about}; {dict(self.fired)}; what the nodes did and said is kept in {folder}"
 
     async def _start(self, name: str) -> None:
         dsn = self.proxies[name].dsn_for(self.server.dsn)
@@ -222,6 +235,16 @@ class Storm:
         async with self._database:
             await asyncio.to_thread(self.server.restart, "immediate")
 
+    async def _stall(self, name: str, role: str) -> None:
+        """The whole server stands still for a while: nobody is told anything, and no lease runs out."""
+        async with self._database:
+            postmaster = self.server.postmaster_pid
+            _send(signal.SIGSTOP, [postmaster])  # first, so that it has no more children
+            pids = [postmaster, *_children(postmaster)]
+            _send(signal.SIGSTOP, pids)
+            await asyncio.sleep(self._for_s(name, 0.3, 1.5))
+            _send(signal.SIGCONT, pids)
+
     # -- what came of it
 
     async def judge(self) -> None:
@@ -271,7 +294,7 @@ class Storm:
 
 KINDS = (
     *("pause", "kill", "drain", "step_down", "block", "terminate", "deaf", "numb"),
-    *("cut", "reset", "delay", "drop_replies", "restart"),
+    *("cut", "reset", "delay", "drop_replies", "restart", "stall"),
 )
 
 
@@ -282,3 +305,13 @@ async def end_sessions_of(dsn: str, node: str) -> None:
             " WHERE node_id = %s AND ended_at IS NULL",
             (node,),
         )
+
+
+def _children(parent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text(encoding="utf-8").split()]
+
+
+def _send(number: signal.Signals, pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
