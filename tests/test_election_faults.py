@@ -280,12 +280,12 @@ async def test_nobody_acts_after_a_newer_epoch_whatever_goes_wrong(
         for name in set(settings) - {send.node for send in log.read()}:
             await storm.lets_lead(name)
         await storm.judge()
-    # Against an empty proof.
-    sends_a_second, changes = storm.figures()
-    assert sends_a_second > 50, storm.about
-    assert changes >= total / 3, storm.about
-    assert set(storm.fired) == set(KINDS), storm.about
-    assert {send.node for send in log.read()} == set(settings), storm.about
+        # Against an empty proof.
+        sends_a_second, changes = storm.figures()
+        assert sends_a_second > 50, storm.about
+        assert changes >= total / 3, storm.about
+        assert set(storm.fired) == set(KINDS), storm.about
+        assert {send.node for send in log.read()} == set(settings), storm.about
 
 
 @pytest.mark.timeout(1800)
@@ -299,9 +299,9 @@ async def test_nobody_acts_after_a_newer_epoch_with_hot_standbys(throwaway_postg
         await storm.faults(kinds, total)
         await storm.calm()
         await storm.judge()
-    sends_a_second, changes = storm.figures()
-    assert sends_a_second > 50, storm.about
-    assert changes >= total / 3, storm.about
+        sends_a_second, changes = storm.figures()
+        assert sends_a_second > 50, storm.about
+        assert changes >= total / 3, storm.about
 
 
 @pytest.mark.timeout(300)

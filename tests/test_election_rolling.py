@@ -39,10 +39,10 @@ async def test_t_is_changed_node_by_node_under_faults_and_nobody_acts_twice(
         for name in set(storm.settings) - {send.node for send in log.read()}:
             await storm.lets_lead(name)
         await storm.judge()
-    sends_a_second, changes = storm.figures()
-    assert sends_a_second > 50, storm.about
-    assert changes >= sum(storm.fired.values()) / 3, storm.about
-    assert {send.node for send in log.read()} == {"a", "b", "c"}, storm.about
+        sends_a_second, changes = storm.figures()
+        assert sends_a_second > 50, storm.about
+        assert changes >= sum(storm.fired.values()) / 3, storm.about
+        assert {send.node for send in log.read()} == {"a", "b", "c"}, storm.about
 
 
 # --- The ledger's version
