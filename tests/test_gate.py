@@ -569,6 +569,30 @@ def test_no_work_begins_after_a_drain_whatever_the_threads_do(gate: LeaderGate, 
     assert gate.in_flight == 0
 
 
+def test_a_drain_that_begins_while_somebody_is_let_in_sees_that_one(clock: FakeClock) -> None:
+    """Between the question and the count no drain may begin: it would find nobody at work, and release."""
+    gate = LeaderGate(ROLE, clock=clock)
+    seen: list[int] = []
+
+    def drain() -> None:
+        gate.drain()
+        seen.append(gate.in_flight)
+
+    drains = threading.Thread(target=drain, daemon=True)
+
+    def now() -> float:
+        if not drains.ident:
+            drains.start()
+            drains.join(0.2)  # it is given the time to get in between, if it can
+        return clock.now()
+
+    open_for(gate, clock)
+    gate._now = now
+    with gate.acting():
+        drains.join(20)
+        assert seen == [1]
+
+
 @pytest.fixture
 def held_lock(gate: LeaderGate) -> Iterator[None]:
     """Another thread is inside the gate at the moment of the fork."""
