@@ -4,7 +4,7 @@ One object a session: it is made when the session is opened and never outlives i
 epoch, at the server. A WARNING on a write means that its fate is unknown (a wait for a synchronous standby that was
 cancelled is only a warning), and then the session ends: nobody leads on a maybe.
 
-Imports `_session`, `keys`, `errors` and the standard library. Knows nothing of states, gates or time.
+Imports `_session`, `migrate` for the version, `keys`, `errors` and the standard library. Knows no states and no time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pgleaderlock._session import DedicatedSession
-from pgleaderlock.errors import ConnectionError, SchemaError
+from pgleaderlock.errors import ConnectionError
 from pgleaderlock.keys import KeyPair
+from pgleaderlock.migrate import check_schema
 
 __all__ = ["Beat", "Bump", "Identity", "Ledger", "Look"]
 
-# The ledger's version that this library was written for; one older and one newer serve as well, for rolling upgrades.
-LEDGER_VERSION = 1
 EVICTION_WAIT_MS = 500
 
 History = tuple[int, int]
@@ -93,12 +92,7 @@ class Ledger:
         """Check the ledger's version and record this session."""
         await self.session.verify()
         version = (await self._rows("ledger_version"))[0]["version"]
-        if version is None or version < LEDGER_VERSION - 1:
-            raise SchemaError("the ledger is missing or too old: run `pgleaderlock migrate` on this database")
-        if version > LEDGER_VERSION + 1:
-            raise SchemaError(
-                f"the ledger has version {version}, and this library serves {LEDGER_VERSION + 1} at most: upgrade it"
-            )
+        check_schema(version)
         me = self._identity
         (row,) = await self._write(
             "ledger_open",

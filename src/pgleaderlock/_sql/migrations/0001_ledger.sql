@@ -143,9 +143,11 @@ BEGIN
     VALUES (p_namespace, p_instance, p_node_id, p_host, p_os_pid, p_holder_identity, pg_backend_pid(),
         coalesce(p_backend_start, '-infinity'), session_user, p_gate_s, p_lease_s, p_candidate, p_library_version)
     RETURNING s.session_id INTO open_session.session_id;
-    -- This process has no other session any more: whatever it recorded before is over.
+    -- This process has no other session any more, and this backend serves nobody else: what either of them recorded
+    -- before is over.
     UPDATE pgleaderlock.sessions s SET ended_at = clock_timestamp()
-    WHERE s.instance = p_instance AND s.session_id <> open_session.session_id AND s.ended_at IS NULL;
+    WHERE (s.instance = p_instance AND s.database_role = session_user OR s.backend_pid = pg_backend_pid())
+      AND s.session_id <> open_session.session_id AND s.ended_at IS NULL;
     SELECT h.system_identifier, h.timeline INTO open_session.system_identifier, open_session.timeline
     FROM pgleaderlock.history() h;
     -- What nobody needs any more goes in small steps, whenever somebody comes.
@@ -277,6 +279,8 @@ BEGIN
     ), bumped AS (
         UPDATE pgleaderlock.leaders l
         SET epoch = CASE
+                -- The first epoch of a role: an earlier history may have issued one that was lost with it.
+                WHEN prev.epoch = 0 THEN (here.timeline::bigint - 1) * 4294967296 + 1
                 WHEN (prev.system_identifier, prev.timeline) IS DISTINCT FROM (here.system_identifier, here.timeline)
                      AND prev.system_identifier IS NOT NULL
                 THEN (prev.epoch / 4294967296 + 1) * 4294967296
@@ -365,6 +369,13 @@ BEGIN
     WHERE s.session_id = p_by_session_id AND s.backend_pid = pg_backend_pid() AND s.ended_at IS NULL;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'session % is not recorded for this backend', p_by_session_id USING ERRCODE = 'PGL03';
+    END IF;
+    -- A backend that still runs was not ended, whatever the caller says. (One whose start is hidden counts as running.)
+    IF EXISTS (
+        SELECT FROM pgleaderlock.sessions s, pg_stat_get_activity(s.backend_pid) a
+        WHERE s.session_id = p_session_id AND (a.backend_start IS NULL OR a.backend_start = s.backend_start))
+    THEN
+        RAISE EXCEPTION 'session % has not ended', p_session_id USING ERRCODE = 'PGL03';
     END IF;
     UPDATE pgleaderlock.sessions s SET ended_at = clock_timestamp() WHERE s.session_id = p_session_id AND s.ended_at IS NULL;
     UPDATE pgleaderlock.terms t SET ended_at = greatest(t.began_at, s.last_heartbeat), reason = 'evicted'
