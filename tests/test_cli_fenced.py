@@ -15,6 +15,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from pgleaderlock import LeaderElection, LeaderLock, key_pair
+from servers import open_folder
 from support.elections import HASTY, PATIENT, STEADY, SilentLeader, admin, fresh_database, ledger_dsns, one, opens
 from support.program import Program, command, running
 from support.server_side import holders, terminate
@@ -136,13 +137,13 @@ def test_a_server_that_is_away_is_retried_until_a_signal(name: str) -> None:
         assert node.end() == 0
 
 
-def test_with_an_embedded_server_the_ledger_is_made_by_itself(tmp_path: Path, name: str) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    with running("run", "--fenced", "--embedded", "--name", name, env={"HOME": str(home)}) as node:
-        node.until("gate_open epoch=1")
-        node.signal(signal.SIGTERM)
-        assert node.end() == 0
+def test_with_an_embedded_server_the_ledger_is_made_by_itself(name: str) -> None:
+    with open_folder() as folder:
+        place = {"PGLEADERLOCK_EMBEDDED_DIR": str(folder / "embedded")}
+        with running("run", "--fenced", "--embedded", "--name", name, env=place) as node:
+            node.until("gate_open epoch=1")
+            node.signal(signal.SIGTERM)
+            assert node.end() == 0
 
 
 # --- exec

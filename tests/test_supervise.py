@@ -205,14 +205,14 @@ FINISHED_COMMAND = py(STUBBORN_CHILD + "os._exit(0)")
 def at_signal(name: str, said: str, code: int) -> list[str]:
     """A command that says something and exits when it gets a signal."""
     return py(f"""
-        import os, signal
+        import os, signal, time
         def heard(signum, frame):
             os.write(1, b"{said}\\n")
             os._exit({code})
         signal.signal(signal.SIG{name}, heard)
         os.write(1, b"ready\\n")
         while True:
-            signal.pause()
+            time.sleep(0.05)  # pause() would sleep on, if the signal came just before it
     """)
 
 

@@ -61,8 +61,14 @@ OURS = frozenset(
 )
 
 
+# Where the embedded server lives when no folder is named in the program.
+FOLDER_VARIABLE = "PGLEADERLOCK_EMBEDDED_DIR"
+
+
 def default_folder(programs: Programs) -> Path:
     """The folder used when none is named: one a user and major version."""
+    if chosen := os.environ.get(FOLDER_VARIABLE):
+        return Path(chosen)
     name = f"postgres-{programs.major}"
     if programs.owner.uid == 0:
         return Path("/var/lib/pgleaderlock") / name

@@ -32,7 +32,7 @@ def statement_error(name: str, error: Exception, text: str) -> PgLeaderLockError
         return LockError(lock_table_full(text))
     if sqlstate in ("42P01", "3F000", "42883"):  # undefined table, schema, function
         return SchemaError(f"the ledger is missing or too old ({text}): run `pgleaderlock migrate` on this database")
-    if sqlstate == "42501":  # insufficient_privilege
+    if sqlstate == "42501" and name.startswith("ledger_"):  # insufficient_privilege
         return SchemaError(f"this database role may not use the ledger ({text}): see the GRANTs in docs/ledger.md")
     return ConnectionError(f"{name!r} failed: {text}")
 

@@ -419,7 +419,7 @@ class LeaderElection(ElectionCallbacks):
             clock=self._clock,
             rng=self._rng,
             log=self._log,
-            quiet=lambda role: self._at_home(self._quiet(role)),
+            quiet=lambda role: self._at_home(lambda: self._quiet(role)),
             attempted=self._first_attempt_made,
             announce=self._announce,
             failed=self._note_failure,
@@ -434,11 +434,11 @@ class LeaderElection(ElectionCallbacks):
         )
         await listen(self._dsn, settings, self._channel, engine.wake, clock=self._clock, rng=self._rng, log=self._log)
 
-    async def _at_home(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await a coroutine on the application's loop, from whichever side of the thread boundary."""
+    async def _at_home(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine function on the application's loop, from whichever side of the thread boundary."""
         if asyncio.get_running_loop() is self._home:
-            return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._home))
+            return await work()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._home))
 
     def _first_attempt_made(self) -> None:
         self._home.call_soon_threadsafe(self._attempted.set)
