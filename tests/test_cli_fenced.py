@@ -137,12 +137,17 @@ def test_a_server_that_is_away_is_retried_until_a_signal(name: str) -> None:
         assert node.end() == 0
 
 
-def test_with_an_embedded_server_the_ledger_is_made_by_itself(name: str) -> None:
+@pytest.mark.parametrize("args", [("run",), ("exec",)])
+def test_with_an_embedded_server_the_ledger_is_made_by_itself(name: str, args: tuple[str, ...]) -> None:
     with open_folder() as folder:
-        place = {"PGLEADERLOCK_EMBEDDED_DIR": str(folder / "embedded")}
-        with running("run", "--fenced", "--embedded", "--name", name, env=place) as node:
+        # As root the folder is the machine's, and other programs may use it: this test takes one of its own.
+        server = str(folder / "pg")
+        code = f"import pathlib, pgleaderlock.embedded as e; e.default_folder = lambda _: pathlib.Path({server!r})"
+        tail = ("--", "sh", "-c", "echo gate_open epoch=$PGLEADERLOCK_EPOCH >&2") if args[0] == "exec" else ()
+        with running(*args, "--fenced", "--embedded", "--name", name, *tail, code=code) as node:
             node.until("gate_open epoch=1")
-            node.signal(signal.SIGTERM)
+            if not tail:
+                node.signal(signal.SIGTERM)
             assert node.end() == 0
 
 
