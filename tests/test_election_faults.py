@@ -298,6 +298,9 @@ async def test_nobody_acts_after_a_newer_epoch_with_hot_standbys(throwaway_postg
     async with storm.running():
         await storm.faults(kinds, total)
         await storm.calm()
+        # A few faults on one role leave little time to act: so let it be acted for in peace, too.
+        last = log.read()[-1]
+        await log.until(lambda send: send.before_ns > last.before_ns + 2 * 10**9)
         await storm.judge()
         sends_a_second, changes = storm.figures()
         assert sends_a_second > 50, storm.about
