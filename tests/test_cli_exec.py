@@ -147,7 +147,7 @@ def test_the_lock_is_not_given_back_before_the_last_process_of_the_group_has_gon
     # The command ends at once; its child is told to end, and takes its time.
     process = start(
         *sh(f"""
-            (trap 'echo told; read -r _ <{fifo}; exit' TERM; echo ready; while :; do sleep 600 & wait $!; done) &
+            (trap 'echo told; read -r _ <{fifo}; exit' TERM; echo ready; while :; do sleep 0.1; done) &
             read -r _; exit 5
         """),
         options=("--grace", f"{PATIENCE_S:g}"),
@@ -393,7 +393,7 @@ def test_an_exit_of_the_command_counts_although_the_lock_is_lost_while_its_child
     start: Start, dsn: str, name: str
 ) -> None:
     process = start(
-        *sh("(trap 'echo told' TERM; echo ready; while :; do sleep 600 & wait $!; done) & read -r _; exit 5"),
+        *sh("(trap 'echo told' TERM; echo ready; while :; do sleep 0.1; done) & read -r _; exit 5"),
         options=("--grace", f"{PATIENCE_S:g}"),
         stdin=subprocess.PIPE,
     )
