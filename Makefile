@@ -11,8 +11,8 @@ STAMP  := $(VENV)/.installed
 # `make PYTHON=/path/to/python3.13 …` chooses the interpreter; otherwise the first of these that is new enough.
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11)
-# Test processes side by side; `make test WORKERS=8`.
-WORKERS ?= 2
+# Test processes side by side; `make test WORKERS=8`. More than cores, since many tests mostly wait.
+WORKERS ?= 3
 # More arguments for pytest; `make test ARGS='-k embedded'`.
 ARGS ?=
 PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist=worksteal tests $(ARGS)
