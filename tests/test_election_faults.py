@@ -297,7 +297,7 @@ async def test_nobody_acts_after_a_newer_epoch_whatever_goes_wrong(
         await storm.judge()
         # Against an empty proof.
         sends_a_second, changes = storm.figures()
-        assert sends_a_second > count(10, 50), storm.about  # a few faults leave little time between them
+        assert sends_a_second > 50, storm.about
         assert changes >= sum(storm.fired.values()) / 3, storm.about
         assert set(storm.fired) == set(KINDS), storm.about
         assert {send.node for send in log.read()} == set(settings), storm.about
@@ -318,7 +318,7 @@ async def test_nobody_acts_after_a_newer_epoch_with_hot_standbys(throwaway_postg
         await log.until(lambda send: send.before_ns > last.before_ns + 2 * 10**9)
         await storm.judge()
         sends_a_second, changes = storm.figures()
-        assert sends_a_second > count(10, 50), storm.about  # a few faults leave little time between them
+        assert sends_a_second > 50, storm.about
         assert changes >= sum(storm.fired.values()) / 3, storm.about
 
 
