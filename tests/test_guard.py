@@ -449,6 +449,29 @@ async def test_ten_waiters_that_come_back_for_more_are_all_served_before_any_is_
     assert max(snapshots) < 1.0
 
 
+async def test_a_waiter_that_waits_for_several_slices_holds_no_snapshot_for_longer_than_one(
+    dsn: str, name: str
+) -> None:
+    """The oldest snapshot is sampled over a wait of three slices (half of deadlock_timeout, which is 1 s)."""
+    ages: list[float] = []
+    holder = await acquire_leadership_blocking(dsn, name)
+    waiting = asyncio.ensure_future(acquire_leadership_blocking(dsn, name))
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as look:
+        until = asyncio.get_running_loop().time() + 1.6
+        while asyncio.get_running_loop().time() < until:
+            cursor = await look.execute(
+                "SELECT extract(epoch FROM clock_timestamp() - query_start)::float FROM pg_stat_activity"
+                " WHERE application_name LIKE 'pgleaderlock guard-%%' AND backend_xmin IS NOT NULL"
+            )
+            ages += [row[0] for row in await cursor.fetchall()]
+            await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await holder.release()
+    await (await waiting).release()
+    assert ages, "the waiter was never seen"
+    assert max(ages) < 0.9
+
+
 # --- Bad input: a clear error, and nothing locked
 
 
