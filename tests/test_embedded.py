@@ -323,7 +323,10 @@ def test_an_immediate_stop_is_recovered_from_and_keeps_what_was_committed(throwa
 def test_a_killed_postmaster_is_replaced(throwaway_postgres: StartServer) -> None:
     server = throwaway_postgres()
     with psycopg.connect(server.dsn) as orphaned:
-        os.kill(server.postmaster_pid, signal.SIGKILL)
+        postmaster = server.postmaster_pid
+        os.kill(postmaster, signal.SIGKILL)
+        # The signal is sent, not yet delivered: until the process has ended, start() rightly finds a server to join.
+        assert reaper.wait_for_exit(postmaster, server.data_dir / "data", 10.0)
         server.start()
         assert _ask(server.dsn) == "postgres"
         with pytest.raises(psycopg.OperationalError):
