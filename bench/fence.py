@@ -22,10 +22,11 @@ __all__ = ["bump", "throughput"]
 
 ROLE = "bench-fence"
 THROUGHPUT_WRITERS = 16
+SCALE = 32
 BLOCKS = 10
 BLOCK_S = 2
 BUMP_WRITERS = 64
-BUMPS = 60
+BUMPS = 300
 WRITE_MS = 5
 
 _WRITE = "INSERT INTO bench_writes (what) VALUES (:client_id);"
@@ -87,32 +88,44 @@ class _Leader:
 
 
 async def throughput(dsn: str) -> Figure:
-    """The same insert in a transaction, with and without the fence, in blocks that alternate."""
+    """pgbench's own transaction (its default, like TPC-B) with and without the fence, in blocks that alternate."""
     leader = await _Leader.open(dsn)
     try:
         epoch = await leader.bump()
+        await _run_pgbench(dsn, "-i", "-q", "-s", str(SCALE))
         # As from the second transaction of a connection on: the holder is compared in the first only.
         values = {"role": f"'{ROLE}'", "epoch": epoch, "namespace": "'pgleaderlock'", "holder": "NULL"}
         fence = _one_line(statement("fence").decode()) % {**values, "idle_timeout": "'10000ms'"}
-        plain, ours, empty = [], [], []
+        update = (await _run_pgbench(dsn, "--show-script=tpcb-like")).replace(":scale", str(SCALE))
+        insert = f"BEGIN;\n{_WRITE}\nCOMMIT;"
+        # Beside the figure: a statement that does nothing in the fence's place, the price of the round trip alone;
+        # and the smallest transaction that there is, of which the fence is the largest part.
+        scripts = {
+            "update": update,
+            "update, SELECT 1": _after_begin(update, "SELECT 1"),
+            "update, fenced": _after_begin(update, fence),
+            "insert": insert,
+            "insert, fenced": _after_begin(insert, fence),
+        }
+        tps: dict[str, list[float]] = {name: [] for name in scripts}
         for block in range(BLOCKS + 1):
-            plain_tps = await _pgbench(dsn, f"BEGIN;\n{_WRITE}\nCOMMIT;", THROUGHPUT_WRITERS)
-            # A statement that does nothing in the fence's place: what the round trip alone costs.
-            empty_tps = await _pgbench(dsn, f"BEGIN;\nSELECT 1;\n{_WRITE}\nCOMMIT;", THROUGHPUT_WRITERS)
-            fenced_tps = await _pgbench(dsn, f"BEGIN;\n{fence};\n{_WRITE}\nCOMMIT;", THROUGHPUT_WRITERS)
-            if block:  # the first one warms up
-                plain.append(plain_tps)
-                ours.append(fenced_tps)
-                empty.append(empty_tps)
+            for name, script in scripts.items():
+                measured = await _pgbench(dsn, script, THROUGHPUT_WRITERS)
+                if block:  # the first one warms up
+                    tps[name].append(measured)
     finally:
         await leader.close()
-    ratios = [mine / other for mine, other in zip(ours, plain, strict=True)]
+
+    def ratio(name: str, base: str = "update") -> float:
+        return median([mine / other for mine, other in zip(tps[name], tps[base], strict=True)])
+
     return Figure(
         f"fenced transactions/s over unfenced, {THROUGHPUT_WRITERS} writers",
-        f"{median(ours):,.0f}/s",
-        f"unfenced {median(plain):,.0f}/s, with SELECT 1 in its place {median(empty):,.0f}/s"
-        f" (pgbench, {BLOCKS} blocks of {BLOCK_S} s each, ratios {min(ratios):.2f} to {max(ratios):.2f})",
-        median(ratios),
+        f"{median(tps['update, fenced']):,.0f}/s",
+        f"unfenced {median(tps['update']):,.0f}/s (pgbench's default script, {BLOCKS} blocks of {BLOCK_S} s each);"
+        f" with SELECT 1 in its place {ratio('update, SELECT 1'):.2f} ×;"
+        f" a lone insert {ratio('insert, fenced', 'insert'):.2f} × of {median(tps['insert']):,.0f}/s",
+        ratio("update, fenced"),
         0.8,
         at_least=True,
     )
@@ -132,7 +145,7 @@ async def bump(dsn: str) -> Figure:
             began = time.perf_counter()
             await leader.bump()
             took.append(time.perf_counter() - began)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
         assert not writers.done(), "the writers ended before the last bump"
         rate = await writers
     finally:
@@ -160,25 +173,35 @@ async def _until_writing(dsn: str) -> None:
 
 async def _pgbench(dsn: str, script: str, writers: int, duration_s: int = BLOCK_S) -> float:
     """Transactions a second, without the time to connect."""
-    parts = {key: str(value) for key, value in conninfo_to_dict(dsn).items()}
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         path = Path(folder) / "script.sql"
         path.write_text(script)
-        binaries = find_binaries()
-        process = await asyncio.create_subprocess_exec(
-            str(binaries / "pgbench"),
-            *("-n", "-M", "prepared", "-c", str(writers), "-j", "2", "-T", str(duration_s), "-f", str(path)),
-            *("-h", parts["host"], "-p", parts["port"], "-U", parts["user"], parts["dbname"]),
-            env={"PGPASSWORD": parts["password"], "LD_LIBRARY_PATH": f"{binaries.parent / 'lib'}", "PATH": "/usr/bin"},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        output = (await process.communicate())[0].decode()
+        how = ("-n", "-M", "prepared", "-c", str(writers), "-j", "2", "-T", str(duration_s), "-f", str(path))
+        output = await _run_pgbench(dsn, *how)
     found = re.search(r"tps = ([\d.]+) \(without", output)
-    assert process.returncode == 0, output
     assert found is not None, output
     assert "aborted" not in output, output
     return float(found[1])
+
+
+async def _run_pgbench(dsn: str, *arguments: str) -> str:
+    parts = {key: str(value) for key, value in conninfo_to_dict(dsn).items()}
+    binaries = find_binaries()
+    process = await asyncio.create_subprocess_exec(
+        str(binaries / "pgbench"),
+        *arguments,
+        *("-h", parts["host"], "-p", parts["port"], "-U", parts["user"], parts["dbname"]),
+        env={"PGPASSWORD": parts["password"], "LD_LIBRARY_PATH": f"{binaries.parent / 'lib'}", "PATH": "/usr/bin"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 0, output
+    return output
+
+
+def _after_begin(script: str, statement: str) -> str:
+    return script.replace("BEGIN;", f"BEGIN;\n{statement};")
 
 
 def _one_line(sql: str) -> str:

@@ -566,8 +566,9 @@ async def test_the_documented_grants_for_a_writer_are_enough(ledger: str, leader
         admin.execute(grants.encode())
         token = leader.win()
         async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
-            async with fenced(conn, token):
-                pass
+            for _ in range(2):  # the holder is compared once, and then the short way serves
+                async with fenced(conn, token):
+                    pass
             leader.win()
             assert isinstance(await _refused(conn, token), StaleEpoch)
             with pytest.raises(psycopg.errors.InsufficientPrivilege):

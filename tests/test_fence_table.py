@@ -155,7 +155,7 @@ def test_before_anybody_has_led_every_write_is_refused(conn: Conn, leader: Leade
 
 
 def _setting(leader: Leader) -> str:
-    key = leader.one("SELECT to_hex(pgleaderlock.fence_key(%s, %s))", *leader.keys)
+    key = leader.one("SELECT to_hex(pgleaderlock.fence_key(%s, %s))", "pgleaderlock", leader.role)
     return f"pgleaderlock.fenced_{key}"
 
 

@@ -32,6 +32,8 @@ RUN_TIME = {
     "request_step_down",
     "finish_request",
     "fence",
+    "fence_strictly",
+    "fence_key",
 }
 
 

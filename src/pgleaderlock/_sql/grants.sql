@@ -2,7 +2,7 @@
 -- the ledger and calls functions that check who is asking; it never writes to a table, and advances no epoch by hand.
 
 -- name: grants
--- Not granted: advance_epoch (an operator's remedy) and history and fence_key (used inside only).
+-- Not granted: advance_epoch (an operator's remedy) and history (used inside only).
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
 GRANT SELECT ON ALL TABLES IN SCHEMA pgleaderlock TO {role};
 GRANT EXECUTE ON FUNCTION
@@ -14,13 +14,16 @@ GRANT EXECUTE ON FUNCTION
     pgleaderlock.note_eviction,
     pgleaderlock.request_step_down,
     pgleaderlock.finish_request,
-    pgleaderlock.fence
+    pgleaderlock.fence,
+    pgleaderlock.fence_strictly,
+    pgleaderlock.fence_key
 TO {role}
 
 -- name: grants_fence_only
 -- For a role that writes behind the fence and never leads itself.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
-GRANT EXECUTE ON FUNCTION pgleaderlock.fence TO {role}
+GRANT SELECT (namespace, role, epoch) ON pgleaderlock.leaders TO {role};
+GRANT EXECUTE ON FUNCTION pgleaderlock.fence, pgleaderlock.fence_strictly, pgleaderlock.fence_key TO {role}
 
 -- name: grants_table_owner
 -- For a role that owns tables and fences them: the functions run with its own rights, and a trigger's function must be

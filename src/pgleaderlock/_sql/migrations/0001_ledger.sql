@@ -122,10 +122,12 @@ LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS 
     FROM pg_control_system() c
 $$;
 
--- The advisory key of a role's fence, in the key space of single bigints: the lock itself is in the space of pairs.
-CREATE FUNCTION pgleaderlock.fence_key(p_key1 integer, p_key2 integer) RETURNS bigint
-LANGUAGE sql IMMUTABLE AS $$
-    SELECT (p_key1::bigint << 32) | (p_key2::bigint & 4294967295)
+-- The advisory key of a role's fence, in the key space of single bigints: the lock itself is in the space of pairs. It
+-- follows from the names alone, so that nothing has to be looked up first. Two roles that shared one would wait for each
+-- other's transactions, and nothing worse. Never stored: another version of PostgreSQL may hash otherwise.
+CREATE FUNCTION pgleaderlock.fence_key(p_namespace text, p_role text) RETURNS bigint
+LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
+    SELECT pg_catalog.hashtextextended(p_role, pg_catalog.hashtextextended(p_namespace, 0))
 $$;
 
 CREATE FUNCTION pgleaderlock.open_session(
@@ -242,7 +244,7 @@ BEGIN
     IF p_wait_ms = 0 THEN
         SELECT array_agg(x.role) FILTER (WHERE x.locked) INTO fenced
         FROM (
-            SELECT a.role, pg_try_advisory_xact_lock(pgleaderlock.fence_key(a.key1, a.key2)) AS locked
+            SELECT a.role, pg_try_advisory_xact_lock(pgleaderlock.fence_key(me.namespace, a.role)) AS locked
             FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
             WHERE a.role = ANY (entitled)
             OFFSET 0
@@ -250,7 +252,7 @@ BEGIN
     ELSE
         BEGIN
             PERFORM set_config('lock_timeout', p_wait_ms::text, true);
-            PERFORM pg_advisory_xact_lock(pgleaderlock.fence_key(a.key1, a.key2))
+            PERFORM pg_advisory_xact_lock(pgleaderlock.fence_key(me.namespace, a.role))
             FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
             WHERE a.role = ANY (entitled);
             fenced := entitled;
@@ -413,17 +415,14 @@ $$;
 CREATE FUNCTION pgleaderlock.advance_epoch(
     p_role text, p_namespace text, p_channel text, OUT old_epoch bigint, OUT new_epoch bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    keys record;
 BEGIN
-    SELECT l.key1, l.key2 INTO keys FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role;
+    PERFORM pg_advisory_xact_lock(pgleaderlock.fence_key(p_namespace, p_role));
+    SELECT l.epoch INTO old_epoch FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role FOR UPDATE;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'role % is not known in namespace %', p_role, p_namespace USING ERRCODE = 'PGL01';
     END IF;
-    PERFORM pg_advisory_xact_lock(pgleaderlock.fence_key(keys.key1, keys.key2));
     UPDATE pgleaderlock.terms t SET ended_at = clock_timestamp(), reason = 'superseded'
     WHERE t.namespace = p_namespace AND t.role = p_role AND t.ended_at IS NULL;
-    SELECT l.epoch INTO old_epoch FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role FOR UPDATE;
     UPDATE pgleaderlock.leaders l
     SET epoch = (l.epoch / 4294967296 + 1) * 4294967296, session_id = NULL, clean = false, ended = true
     WHERE l.namespace = p_namespace AND l.role = p_role
@@ -435,36 +434,60 @@ END
 $$;
 
 -- The fence: called in the caller's own transaction, before what it writes. Holds the bump of a newer epoch back until
--- this transaction ends; refuses an epoch that is no longer current. A plain read would be a hole above READ COMMITTED,
--- where it sees the snapshot of the transaction's beginning: FOR KEY SHARE fails there (40001) if the epoch has changed.
--- The epoch is made part of a key for that: a stronger FOR SHARE would hold up the heartbeat that settles the term, and
--- fail for every change of the row.
+-- this transaction ends; refuses an epoch that is no longer current.
 -- Leaves a note in the transaction for the triggers of fenced tables; they do not trust it, they fence again.
 -- `p_holder`, if given, must be who won that epoch here: two databases may have issued the same number.
-CREATE UNIQUE INDEX leaders_epoch ON pgleaderlock.leaders (namespace, role, epoch);
+--
+-- This half is the way that nearly every transaction goes, so it has two statements and no more: the second one's
+-- snapshot is younger than the lock. It runs with the rights of its caller, because changing user and search_path would
+-- cost as much as the look itself. Hence the spelled-out schemas: nothing of the caller's is to be found first.
 CREATE FUNCTION pgleaderlock.fence(
     p_role text, p_epoch bigint, p_namespace text DEFAULT 'pgleaderlock', p_holder text DEFAULT NULL) RETURNS void
+LANGUAGE plpgsql AS $$
+DECLARE
+    noted text;
+BEGIN
+    PERFORM pg_catalog.pg_advisory_xact_lock_shared(pgleaderlock.fence_key(p_namespace, p_role));
+    SELECT CASE WHEN l.epoch OPERATOR(pg_catalog.=) p_epoch AND p_holder IS NULL
+                     AND pg_catalog.current_setting('transaction_isolation') OPERATOR(pg_catalog.=) 'read committed'
+                     AND pg_catalog.current_setting('transaction_read_only') OPERATOR(pg_catalog.=) 'off'
+                THEN pg_catalog.set_config(
+                    pg_catalog.textcat('pgleaderlock.fenced_', pg_catalog.to_hex(pgleaderlock.fence_key(p_namespace, p_role))),
+                    p_epoch::pg_catalog.text, true) END
+    INTO noted
+    FROM pgleaderlock.leaders l
+    WHERE l.namespace OPERATOR(pg_catalog.=) p_namespace AND l.role OPERATOR(pg_catalog.=) p_role;
+    IF noted IS NULL THEN
+        PERFORM pgleaderlock.fence_strictly(p_role, p_epoch, p_namespace, p_holder);
+    END IF;
+END
+$$;
+
+-- The other half, which says why not, and serves the other isolation levels. There a plain read would be a hole: it sees
+-- the snapshot of the transaction's beginning. FOR KEY SHARE fails (40001) if the epoch has changed since, and needs a
+-- right that nobody has at run time. The epoch is made part of a key for that: a stronger FOR SHARE would hold up the
+-- heartbeat that settles the term, and fail for every change of the row. The epoch stands first in that index, so that a
+-- look by name does not choose it over the primary key.
+CREATE UNIQUE INDEX leaders_epoch ON pgleaderlock.leaders (epoch, namespace, role);
+CREATE FUNCTION pgleaderlock.fence_strictly(p_role text, p_epoch bigint, p_namespace text, p_holder text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    key bigint;
+    key bigint := pgleaderlock.fence_key(p_namespace, p_role);
     latest bigint;
     holder text;
-    done text;  -- an assignment costs half of what PERFORM costs
 BEGIN
     IF current_setting('transaction_read_only') = 'on' THEN
         RAISE EXCEPTION 'a read-only transaction cannot be fenced: it writes nothing' USING ERRCODE = '25006';
     END IF;
-    SELECT pgleaderlock.fence_key(l.key1, l.key2) INTO key
-    FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role;
-    IF NOT FOUND THEN
-        RAISE EXCEPTION 'role % has never been led in namespace % of this database', p_role, p_namespace
-            USING ERRCODE = 'PGL01', HINT = 'Above READ COMMITTED: not before this transaction took its snapshot.';
-    END IF;
-    done := pg_advisory_xact_lock_shared(key);
+    PERFORM pg_advisory_xact_lock_shared(key);
     IF current_setting('transaction_isolation') IN ('read committed', 'read uncommitted') THEN
         SELECT l.epoch INTO latest FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role;
     ELSE
         SELECT l.epoch INTO latest FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role FOR KEY SHARE;
+    END IF;
+    IF latest IS NULL THEN
+        RAISE EXCEPTION 'role % has never been led in namespace % of this database', p_role, p_namespace
+            USING ERRCODE = 'PGL01', HINT = 'Above READ COMMITTED: not before this transaction took its snapshot.';
     END IF;
     IF latest IS DISTINCT FROM p_epoch THEN
         RAISE EXCEPTION 'epoch % of role % is stale: the current one is %', p_epoch, p_role, latest USING ERRCODE = 'PGL02';
@@ -477,7 +500,7 @@ BEGIN
                 USING ERRCODE = 'PGL05', HINT = 'Connect to the database that elected the leader.';
         END IF;
     END IF;
-    done := set_config('pgleaderlock.fenced_' || to_hex(key), p_epoch::text, true);
+    PERFORM set_config('pgleaderlock.fenced_' || to_hex(key), p_epoch::text, true);
 END
 $$;
 
@@ -485,14 +508,9 @@ $$;
 CREATE FUNCTION pgleaderlock.check_fence() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    key bigint;
-    claimed text;
+    key bigint := pgleaderlock.fence_key(TG_ARGV[1], TG_ARGV[0]);
+    claimed text := nullif(current_setting('pgleaderlock.fenced_' || to_hex(key), true), '');
 BEGIN
-    SELECT pgleaderlock.fence_key(l.key1, l.key2) INTO key
-    FROM pgleaderlock.leaders l WHERE l.namespace = TG_ARGV[1] AND l.role = TG_ARGV[0];
-    IF FOUND THEN
-        claimed := nullif(current_setting('pgleaderlock.fenced_' || to_hex(key), true), '');
-    END IF;
     IF claimed IS NULL OR claimed !~ '^[0-9]{1,18}$' THEN
         RAISE EXCEPTION 'a write to %.% must be fenced for role %', TG_TABLE_SCHEMA, TG_TABLE_NAME, TG_ARGV[0]
             USING ERRCODE = 'PGL04', HINT = 'Call pgleaderlock.fence(role, epoch) in this transaction first.';
