@@ -1,0 +1,1 @@
+"""The lock server's client, for asyncio and for threads. Needs the extra `client`."""
