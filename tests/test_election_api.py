@@ -1031,7 +1031,7 @@ async def test_a_role_whose_key_is_another_names_is_refused_and_not_merged(
         assert second in str(error)
         assert election.state(second) is LockState.FOLLOWER
         assert not election.gate(second).is_leader
-        await until(lambda: holders(superuser, election._keys[second]) == [])
+        await until(lambda: holders(superuser, election._setup.keys[second]) == [])
     assert leader_row(superuser, role)["epoch"] == 1
 
 

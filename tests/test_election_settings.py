@@ -24,7 +24,7 @@ DSN = "postgresql://app@db.example/app"
 
 
 def timing(**settings: Any) -> Timing:
-    return LeaderElection(DSN, "r", **settings)._timing
+    return LeaderElection(DSN, "r", **settings)._setup.timing
 
 
 # --- Defaults
@@ -167,11 +167,11 @@ def test_a_name_alone_and_several_names_are_both_roles() -> None:
 
 def test_a_roles_key_is_that_of_the_lock_of_the_same_name() -> None:
     """So that an election, a LeaderLock and a guard of one name exclude each other."""
-    assert LeaderElection(DSN, "billing", namespace="shop")._keys == {"billing": key_pair("billing", "shop")}
+    assert LeaderElection(DSN, "billing", namespace="shop")._setup.keys == {"billing": key_pair("billing", "shop")}
 
 
 def test_a_mapping_gives_roles_keys_of_their_own() -> None:
-    assert LeaderElection(DSN, {"billing": -42})._keys == {"billing": key_pair_from_bigint(-42)}
+    assert LeaderElection(DSN, {"billing": -42})._setup.keys == {"billing": key_pair_from_bigint(-42)}
 
 
 @pytest.mark.parametrize(
@@ -273,32 +273,33 @@ EVERYTHING = {
 
 def test_every_variable_of_the_environment_is_read() -> None:
     election = LeaderElection.from_env("sender", EVERYTHING)
-    assert election._dsn == DSN
-    assert election._timing == Timing(2.0, 5.0, 6.0, (0.1, 0.3), 0.0)
-    assert election._stale_threshold_s == 9.0
-    assert election._channel == "msp_leader_change"
-    assert election._enabled is True
-    assert election._keys == {"sender": key_pair_from_bigint(-(2**63))}
+    assert election._setup.dsn == DSN
+    assert election._setup.timing == Timing(2.0, 5.0, 6.0, (0.1, 0.3), 0.0)
+    assert election._setup.stale_threshold_s == 9.0
+    assert election._setup.channel == "msp_leader_change"
+    assert election._setup.enabled is True
+    assert election._setup.keys == {"sender": key_pair_from_bigint(-(2**63))}
 
 
 def test_without_variables_the_defaults_hold() -> None:
     election = LeaderElection.from_env(environ={"PG_CONN_STRING": DSN})
     assert election.roles == ("leader",)
-    assert election._keys == {"leader": key_pair("leader")}
-    assert election._timing == LeaderElection(DSN, "leader")._timing
-    assert election._enabled is True
+    assert election._setup.keys == {"leader": key_pair("leader")}
+    assert election._setup.timing == LeaderElection(DSN, "leader")._setup.timing
+    assert election._setup.enabled is True
     assert from_environment({}) == {}
 
 
 def test_the_process_environment_is_what_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in EVERYTHING.items():
         monkeypatch.setenv(name, value)
-    assert LeaderElection.from_env()._channel == "msp_leader_change"
+    assert LeaderElection.from_env()._setup.channel == "msp_leader_change"
 
 
 def test_a_keyword_wins_over_the_environment() -> None:
     election = LeaderElection.from_env("sender", EVERYTHING, heartbeat_interval_s=1.0, dsn="host=other", node_id="n1")
-    assert (election._timing.heartbeat_interval_s, election._dsn, election.node_id) == (1.0, "host=other", "n1")
+    setup = election._setup
+    assert (setup.timing.heartbeat_interval_s, setup.dsn, setup.node_id) == (1.0, "host=other", "n1")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +309,7 @@ def test_one_half_of_the_backoff_keeps_the_default_of_the_other(
     given: Mapping[str, str], delays_s: tuple[float, float]
 ) -> None:
     environ = {"PG_CONN_STRING": DSN, **{f"ACQUIRE_BACKOFF_MS_{end}": value for end, value in given.items()}}
-    assert LeaderElection.from_env(environ=environ)._timing.acquire_delay_s == delays_s
+    assert LeaderElection.from_env(environ=environ)._setup.timing.acquire_delay_s == delays_s
 
 
 MILLISECONDS = [name for name in EVERYTHING if "_MS" in name]
@@ -337,7 +338,7 @@ def test_a_lock_key_beyond_64_bits_is_refused() -> None:
     [("true", True), ("1", True), ("YES", True), ("on", True), ("false", False), ("0", False), ("No", False)],
 )
 def test_the_switch_in_the_environment(text: str, enabled: bool) -> None:
-    assert LeaderElection.from_env(environ={**EVERYTHING, "MSP_LEADER_ENABLED": text})._enabled is enabled
+    assert LeaderElection.from_env(environ={**EVERYTHING, "MSP_LEADER_ENABLED": text})._setup.enabled is enabled
 
 
 @pytest.mark.parametrize("text", ["", "maybe", "2"])

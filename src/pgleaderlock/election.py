@@ -8,35 +8,25 @@ What it does: at most one gate a role is open at any time, while the database ha
 hosts differ by less than the smallest T/G in use; no fenced write of an older epoch commits after a newer one began;
 epochs strictly increase and are never reused.
 
-Imports `_engine`, `_roles`, `_listener`, `_election_settings`, `gate`, `fence`, `ledger` and what they stand on.
+Imports `_election_setup`, `_engine`, `_roles`, `_listener`, `gate` and what they stand on.
 """
 
 import asyncio
 import contextlib
-import os
 import random
-import socket
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pgleaderlock._callbacks import Dispatcher
 from pgleaderlock._changes import Changes
 from pgleaderlock._clock import BOOT_CLOCK, Clock
-from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
+from pgleaderlock._conninfo import Dsn
 from pgleaderlock._driver import Driver
 from pgleaderlock._election_callbacks import ElectionCallbacks
-from pgleaderlock._election_settings import (
-    Timing,
-    check_channel,
-    check_flags,
-    check_node_id,
-    check_optional_seconds,
-    from_environment,
-    role_keys,
-)
-from pgleaderlock._engine import Engine, EngineSettings
+from pgleaderlock._election_settings import Timing, from_environment
+from pgleaderlock._election_setup import DEFAULT_CHANNEL, Setup, Takeover
+from pgleaderlock._engine import Engine
 from pgleaderlock._fsm import Input, Rules
 from pgleaderlock._listener import listen
 from pgleaderlock._logging import get_logger
@@ -47,13 +37,11 @@ from pgleaderlock._work import Works
 from pgleaderlock.errors import ConfigurationError, LockError, NotLeader, SchemaError, ShutdownError
 from pgleaderlock.gate import LeaderGate
 from pgleaderlock.keys import DEFAULT_NAMESPACE
-from pgleaderlock.ledger import Identity
 from pgleaderlock.models import LeaderStateChanged, LeaderToken, LockState, RetryContext
 
 __all__ = ["LeaderElection"]
 
 T = TypeVar("T")
-DEFAULT_CHANNEL = "pgleaderlock"
 EXIT_TIMEOUT_S = 10.0
 FORCED_END_S = 5.0
 STANDALONE_EPOCH = 0
@@ -83,7 +71,7 @@ class LeaderElection(ElectionCallbacks):
         session_lease_s: float | None = None,
         acquire_delay_s: tuple[float, float] = (0.2, 0.8),
         standby_wait_s: float = 0.0,
-        takeover: Literal["safe", "instant"] = "safe",
+        takeover: Takeover = "safe",
         node_id: str | None = None,
         namespace: str = DEFAULT_NAMESPACE,
         listen_channel: str | None = DEFAULT_CHANNEL,
@@ -97,18 +85,19 @@ class LeaderElection(ElectionCallbacks):
         allow_pooler: bool = False,
     ) -> None:
         super().__init__()
-        self._timing = Timing.checked(
+        timing = Timing.checked(
             heartbeat_interval_s, late_threshold_s, session_lease_s, acquire_delay_s, standby_wait_s
         )
-        self._keys = role_keys(roles, namespace)
-        if standby_wait_s and len(self._keys) > 1:
-            raise ConfigurationError("standby_wait_s waits at the server for one role only: name one role, or drop it")
-        if takeover not in ("safe", "instant"):
-            raise ConfigurationError(f"takeover={takeover!r} is unknown: give 'safe' or 'instant'")
-        check_node_id(node_id)
-        check_optional_seconds("stale_threshold_s", stale_threshold_s)
-        check_optional_seconds("hard_stop_after_s", hard_stop_after_s)
-        check_flags(
+        self._setup = Setup.checked(
+            dsn,
+            roles,
+            timing,
+            takeover=takeover,
+            node_id=node_id,
+            namespace=namespace,
+            listen_channel=listen_channel,
+            stale_threshold_s=stale_threshold_s,
+            hard_stop_after_s=hard_stop_after_s,
             evict_stale=evict_stale,
             candidate=candidate,
             heartbeat_thread=heartbeat_thread,
@@ -116,26 +105,8 @@ class LeaderElection(ElectionCallbacks):
             standalone=standalone,
             allow_pooler=allow_pooler,
         )
-        if standby_wait_s and allow_pooler:
-            raise ConfigurationError("standby_wait_s cannot be used behind a pooler: drop it, or connect without one")
-        if not standalone and enabled:
-            check_dsn(dsn)
-        self._dsn = dsn
-        self._namespace = namespace
-        self._channel = DEFAULT_CHANNEL if listen_channel is None else check_channel(listen_channel)
-        self._listens = listen_channel is not None
-        self._takeover = takeover
-        self._node_id = node_id or socket.gethostname()
-        self._stale_threshold_s = stale_threshold_s
-        self._evict_stale = evict_stale
-        self._candidate = candidate
-        self._heartbeat_thread = heartbeat_thread
-        self._hard_stop_after_s = hard_stop_after_s
-        self._enabled = enabled
-        self._standalone = standalone
-        self._allow_pooler = allow_pooler
-        self._log = get_logger("pgleaderlock").bind(node=self._node_id)
-        self._gates = {name: LeaderGate(name, clock=self._clock) for name in self._keys}
+        self._log = get_logger("pgleaderlock").bind(node=self._setup.node_id)
+        self._gates = {name: LeaderGate(name, clock=self._clock) for name in self._setup.keys}
         self._instance = ""
         self._roles: dict[str, Role] = {}
         self._engine: Engine | None = None
@@ -178,9 +149,9 @@ class LeaderElection(ElectionCallbacks):
         self._home = asyncio.get_running_loop()
         self._dispatcher = dispatcher = Dispatcher(self._registry, self._clock, self._log)
         dispatcher.start()
-        self._roles = {name: self._make_role(name) for name in self._keys}
+        self._roles = {name: self._make_role(name) for name in self._setup.keys}
         self._task = asyncio.create_task(self._run(), name="pgleaderlock election")
-        if not self._enabled or self._standalone:
+        if not self._setup.enabled or self._setup.standalone:
             return
         self._attempted = asyncio.Event()
         attempted = asyncio.ensure_future(self._attempted.wait())
@@ -229,7 +200,7 @@ class LeaderElection(ElectionCallbacks):
         Out of time, it is released all the same, but not as clean. Does nothing when not leading.
         """
         found = self._role(role)
-        if self._standalone and found.driver.state is LockState.LEADER:
+        if self._setup.standalone and found.driver.state is LockState.LEADER:
             await self._step_down_alone(found)
             return
         if self._engine is None or found.driver.state not in (LockState.LEADER, LockState.RELEASING):
@@ -258,11 +229,11 @@ class LeaderElection(ElectionCallbacks):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return tuple(self._keys)
+        return tuple(self._setup.keys)
 
     @property
     def node_id(self) -> str:
-        return self._node_id
+        return self._setup.node_id
 
     @property
     def last_error(self) -> Exception | None:
@@ -284,11 +255,11 @@ class LeaderElection(ElectionCallbacks):
         gate = self._gate(role)
         found = self._roles.get(role)
         if gate.token is not None:
-            return LeaderInfo(role, gate.token.epoch, gate.token.holder_identity, self._node_id, 0.0, stale=False)
+            return LeaderInfo(role, gate.token.epoch, gate.token.holder_identity, self._setup.node_id, 0.0, stale=False)
         if found is None or found.look is None or found.look.ended or found.look.epoch is None:
             return None
         look, unchanged_s = found.look, found.unchanged_s(self._clock.now())
-        threshold_s = self._stale_threshold_s or look.lease_s or self._timing.session_lease_s
+        threshold_s = self._setup.stale_threshold_s or look.lease_s or self._setup.timing.session_lease_s
         return LeaderInfo(
             role, look.epoch or 0, look.holder_identity, look.node_id, unchanged_s, stale=unchanged_s > threshold_s
         )
@@ -334,15 +305,16 @@ class LeaderElection(ElectionCallbacks):
 
     async def _run(self) -> None:
         assert self._dispatcher is not None
-        watchdog = Watchdog(self._gates, self._hard_stop_after_s, self._clock) if self._hard_stop_after_s else None
+        hard_stop_after_s = self._setup.hard_stop_after_s
+        watchdog = Watchdog(self._gates, hard_stop_after_s, self._clock) if hard_stop_after_s else None
         try:
-            if not self._enabled:
+            if not self._setup.enabled:
                 self._log.warning("election_disabled")
                 await asyncio.get_running_loop().create_future()
-            elif self._standalone:
+            elif self._setup.standalone:
                 self._lead_alone()
                 await asyncio.get_running_loop().create_future()
-            elif self._heartbeat_thread:
+            elif self._setup.heartbeat_thread:
                 await run_in_thread(self._run_engine, self._force_stop)
             else:
                 await self._run_engine()
@@ -365,7 +337,7 @@ class LeaderElection(ElectionCallbacks):
         """On whichever loop this is called: the application's, or that of a thread of its own."""
         engine = self._make_engine()
         self._engine = engine
-        listener = asyncio.ensure_future(self._listen(engine)) if self._listens else None
+        listener = asyncio.ensure_future(self._listen(engine)) if self._setup.listens else None
         try:
             await engine.run()
         finally:
@@ -378,43 +350,11 @@ class LeaderElection(ElectionCallbacks):
             self._engine.ask_stop(force=True)
 
     def _make_engine(self) -> Engine:
-        timing = self._timing
-        host = socket.gethostname()
-        identity = Identity(
-            namespace=self._namespace,
-            instance=self._instance,
-            node_id=self._node_id,
-            host=host,
-            os_pid=os.getpid(),
-            holder_identity=f"{self._node_id}-{host}-{os.getpid()}-{self._instance}",
-            library_version=_library_version(),
-        )
-        label = next(iter(self._keys)) if len(self._keys) == 1 else f"{len(self._keys)} roles"
-        statement_timeout_s = max(1.0, timing.late_threshold_s / 2)
-        self._connection = ConnectionSettings(
-            application_name=default_application_name(f"{label} {self._node_id}"),
-            statement_timeout_s=statement_timeout_s,
-            lease_s=timing.session_lease_s,
-            allow_pooler=self._allow_pooler,
-            idle_timeout_s=timing.session_lease_s,
-        )
-        settings = EngineSettings(
-            heartbeat_interval_s=timing.heartbeat_interval_s,
-            gate_s=timing.late_threshold_s,
-            lease_s=timing.session_lease_s,
-            acquire_delay_s=timing.acquire_delay_s,
-            standby_wait_s=timing.standby_wait_s,
-            statement_timeout_s=statement_timeout_s,
-            instant=self._takeover == "instant",
-            evict_stale=self._evict_stale,
-            candidate=self._candidate,
-            channel=self._channel,
-        )
         return Engine(
-            self._dsn,
-            self._connection,
-            settings,
-            identity,
+            self._setup.dsn,
+            self._setup.connection(),
+            self._setup.engine(),
+            self._setup.identity(self._instance),
             self._roles,
             clock=self._clock,
             rng=self._rng,
@@ -426,13 +366,9 @@ class LeaderElection(ElectionCallbacks):
         )
 
     async def _listen(self, engine: Engine) -> None:
-        settings = ConnectionSettings(
-            application_name=default_application_name(f"listen {self._node_id}"),
-            statement_timeout_s=5.0,
-            lease_s=self._timing.session_lease_s,
-            allow_pooler=self._allow_pooler,
-        )
-        await listen(self._dsn, settings, self._channel, engine.wake, clock=self._clock, rng=self._rng, log=self._log)
+        setup = self._setup
+        settings = setup.listener_connection()
+        await listen(setup.dsn, settings, setup.channel, engine.wake, clock=self._clock, rng=self._rng, log=self._log)
 
     async def _at_home(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine function on the application's loop, from whichever side of the thread boundary."""
@@ -455,12 +391,12 @@ class LeaderElection(ElectionCallbacks):
             dispatcher=emitter,
             left_leader=lambda: None,
         )
-        return Role(name, self._keys[name], driver, self._gates[name], Works())
+        return Role(name, self._setup.keys[name], driver, self._gates[name], Works())
 
     def _lead_alone(self) -> None:
         self._log.warning("standalone", detail="leading every role WITHOUT a database: only for a single instance")
         for role in self._roles.values():
-            token = LeaderToken(role.name, STANDALONE_EPOCH, f"{self._node_id}-standalone", self._namespace)
+            token = LeaderToken(role.name, STANDALONE_EPOCH, f"{self._setup.node_id}-standalone", self._setup.namespace)
             role.gate.open(token, self._clock.now(), float("inf"))
             role.driver.feed(Input.START)
             role.driver.feed(Input.ACQUIRE_ATTEMPT)
@@ -534,7 +470,7 @@ class LeaderElection(ElectionCallbacks):
 
     def _announce(self) -> None:
         """Tell the subscribers what has changed since they were last told."""
-        changed = self._changes.news(self._as_seen(name) for name in self._keys)
+        changed = self._changes.news(self._as_seen(name) for name in self._setup.keys)
         if not changed:
             return
         if asyncio.get_running_loop() is self._home:
@@ -555,7 +491,7 @@ class LeaderElection(ElectionCallbacks):
         try:
             return self._gates[role]
         except (KeyError, TypeError):
-            known = ", ".join(repr(name) for name in list(self._keys)[:5])
+            known = ", ".join(repr(name) for name in list(self._setup.keys)[:5])
             raise ConfigurationError(f"role {role!r} is not one of this election's: it has {known}") from None
 
     def _role(self, role: str) -> Role:
@@ -576,10 +512,3 @@ class _RoleEmitter:
         if event in ("on_error", "on_stopped"):
             return  # the election tells of both itself
         self._election.emit(event, self._name, *args)
-
-
-def _library_version() -> str:
-    try:
-        return version("pgleaderlock")
-    except PackageNotFoundError:
-        return "0+unknown"

@@ -1,0 +1,173 @@
+"""An election's settings as a whole, checked, and what the engine and the listener are built from.
+
+Imports `_engine`, `_conninfo`, `_election_settings`, `ledger` and what they stand on. Decides nothing at run time.
+"""
+
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
+from pgleaderlock._election_settings import (
+    Timing,
+    check_channel,
+    check_flags,
+    check_node_id,
+    check_optional_seconds,
+    role_keys,
+)
+from pgleaderlock._engine import EngineSettings
+from pgleaderlock.errors import ConfigurationError
+from pgleaderlock.keys import KeyPair
+from pgleaderlock.ledger import Identity
+
+__all__ = ["DEFAULT_CHANNEL", "Setup", "Takeover"]
+
+Takeover = Literal["safe", "instant"]
+
+DEFAULT_CHANNEL = "pgleaderlock"
+LISTEN_STATEMENT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What `LeaderElection` was given, with the defaults filled in."""
+
+    dsn: Dsn
+    keys: dict[str, KeyPair]
+    timing: Timing
+    takeover: Takeover
+    node_id: str
+    namespace: str
+    channel: str
+    listens: bool
+    stale_threshold_s: float | None
+    evict_stale: bool
+    candidate: bool
+    heartbeat_thread: bool
+    hard_stop_after_s: float | None
+    enabled: bool
+    standalone: bool
+    allow_pooler: bool
+
+    @classmethod
+    def checked(
+        cls,
+        dsn: Dsn,
+        roles: str | Iterable[str] | Mapping[str, int],
+        timing: Timing,
+        *,
+        takeover: Takeover,
+        node_id: str | None,
+        namespace: str,
+        listen_channel: str | None,
+        stale_threshold_s: float | None,
+        hard_stop_after_s: float | None,
+        evict_stale: bool,
+        candidate: bool,
+        heartbeat_thread: bool,
+        enabled: bool,
+        standalone: bool,
+        allow_pooler: bool,
+    ) -> "Setup":
+        """All of it fits together, or a `ConfigurationError` names the setting and the remedy."""
+        keys = role_keys(roles, namespace)
+        if timing.standby_wait_s and len(keys) > 1:
+            raise ConfigurationError("standby_wait_s waits at the server for one role only: name one role, or drop it")
+        if takeover not in ("safe", "instant"):
+            raise ConfigurationError(f"takeover={takeover!r} is unknown: give 'safe' or 'instant'")
+        check_node_id(node_id)
+        check_optional_seconds("stale_threshold_s", stale_threshold_s)
+        check_optional_seconds("hard_stop_after_s", hard_stop_after_s)
+        check_flags(
+            evict_stale=evict_stale,
+            candidate=candidate,
+            heartbeat_thread=heartbeat_thread,
+            enabled=enabled,
+            standalone=standalone,
+            allow_pooler=allow_pooler,
+        )
+        if timing.standby_wait_s and allow_pooler:
+            raise ConfigurationError("standby_wait_s cannot be used behind a pooler: drop it, or connect without one")
+        if not standalone and enabled:
+            check_dsn(dsn)
+        return cls(
+            dsn=dsn,
+            keys=keys,
+            timing=timing,
+            takeover=takeover,
+            node_id=node_id or socket.gethostname(),
+            namespace=namespace,
+            channel=DEFAULT_CHANNEL if listen_channel is None else check_channel(listen_channel),
+            listens=listen_channel is not None,
+            stale_threshold_s=stale_threshold_s,
+            evict_stale=evict_stale,
+            candidate=candidate,
+            heartbeat_thread=heartbeat_thread,
+            hard_stop_after_s=hard_stop_after_s,
+            enabled=enabled,
+            standalone=standalone,
+            allow_pooler=allow_pooler,
+        )
+
+    @property
+    def statement_timeout_s(self) -> float:
+        return max(1.0, self.timing.late_threshold_s / 2)
+
+    def identity(self, instance: str) -> Identity:
+        """Who this is in the ledger. `instance` is new with every start."""
+        host = socket.gethostname()
+        return Identity(
+            namespace=self.namespace,
+            instance=instance,
+            node_id=self.node_id,
+            host=host,
+            os_pid=os.getpid(),
+            holder_identity=f"{self.node_id}-{host}-{os.getpid()}-{instance}",
+            library_version=_library_version(),
+        )
+
+    def connection(self) -> ConnectionSettings:
+        """Of the session that holds the locks."""
+        label = next(iter(self.keys)) if len(self.keys) == 1 else f"{len(self.keys)} roles"
+        return ConnectionSettings(
+            application_name=default_application_name(f"{label} {self.node_id}"),
+            statement_timeout_s=self.statement_timeout_s,
+            lease_s=self.timing.session_lease_s,
+            allow_pooler=self.allow_pooler,
+            idle_timeout_s=self.timing.session_lease_s,
+        )
+
+    def listener_connection(self) -> ConnectionSettings:
+        """Of the session that hears notifications, and holds nothing."""
+        return ConnectionSettings(
+            application_name=default_application_name(f"listen {self.node_id}"),
+            statement_timeout_s=LISTEN_STATEMENT_TIMEOUT_S,
+            lease_s=self.timing.session_lease_s,
+            allow_pooler=self.allow_pooler,
+        )
+
+    def engine(self) -> EngineSettings:
+        timing = self.timing
+        return EngineSettings(
+            heartbeat_interval_s=timing.heartbeat_interval_s,
+            gate_s=timing.late_threshold_s,
+            lease_s=timing.session_lease_s,
+            acquire_delay_s=timing.acquire_delay_s,
+            standby_wait_s=timing.standby_wait_s,
+            statement_timeout_s=self.statement_timeout_s,
+            instant=self.takeover == "instant",
+            evict_stale=self.evict_stale,
+            candidate=self.candidate,
+            channel=self.channel,
+        )
+
+
+def _library_version() -> str:
+    try:
+        return version("pgleaderlock")
+    except PackageNotFoundError:
+        return "0+unknown"
