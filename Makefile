@@ -58,7 +58,7 @@ bench: $(STAMP) ## Measure, and fail when a figure is missed
 	$(PY) -m bench
 
 test-deps: $(STAMP) ## Fetch the Debian tools that some tests need into .deps (no root, nothing installed)
-	cd tests && ../$(PY) -m support.deps
+	$(PY) -m tools.debian
 
 lock-deps: $(STAMP) ## Choose new versions: requirements-dev.in becomes requirements-dev.txt
 	$(VENV)/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --upgrade \

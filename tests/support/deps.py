@@ -1,171 +1,19 @@
-"""Debian's tools that some tests need, unpacked below .deps: no root, nothing installed.
+"""Debian's tools in a test: one that cannot be had (no Debian, no network) is a loud skip, and in CI a failure.
 
-`debian_tool("pgbouncer")` gives the program and the environment to run it in. Packages are fetched once, under a lock,
-because test processes run side by side. Where that is impossible (no Debian, no network) the test is skipped loudly,
-and in CI fails. Run as a script (`make test-deps`), it fetches everything beforehand.
-
-Imports pytest and the standard library. Must never install anything, and never look at PATH for the tool itself: a
-machine's own version would make results differ from one machine to the next.
+Imports pytest and `tools.debian`.
 """
 
-import fcntl
-import os
-import re
-import shutil
 import subprocess
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+from tools.debian import FetchError, Tool, provide
 
-__all__ = ["Tool", "debian_tool"]
-
-DEPS = Path(__file__).resolve().parents[2] / ".deps"
-ROOT = DEPS / "root"
-ARCHIVES = DEPS / "archives"
-APT = DEPS / "apt"
-FETCH_TIMEOUT_S = 90.0
-# Packages of packages: a tool's libraries, and theirs. More than that would be a whole distribution.
-DEPTH_MAX = 2
-
-# Where each tool lies in its package.
-TOOLS = {"pgbouncer": "usr/sbin/pgbouncer"}
+__all__ = ["debian_tool"]
 
 
-class _FetchError(Exception):
-    """The tool cannot be had on this machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A program, and the environment in which it finds its libraries."""
-
-    path: Path
-    env: dict[str, str]
-
-    def copied_to(self, folder: Path) -> "Tool":
-        """The same tool in another place, for an account that cannot reach this one."""
-        shutil.copytree(ROOT, folder, symlinks=True)
-        return Tool(folder / self.path.relative_to(ROOT), _environment(folder))
-
-
-def debian_tool(package: str) -> Tool:
-    """The tool of this Debian package, fetched if need be."""
+def debian_tool(name: str) -> Tool:
+    """The tool of this name, fetched if need be."""
     try:
-        return _provide(package)
-    except (_FetchError, OSError, subprocess.SubprocessError) as error:
-        pytest.skip(
-            f"{package} is needed and cannot be fetched ({error}). On Debian with a network, run: make test-deps"
-        )
-
-
-def _provide(package: str) -> Tool:
-    DEPS.mkdir(exist_ok=True)
-    with (DEPS / "fetch.lock").open("w") as lock:
-        # The test's own time limit bounds this wait.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        program = ROOT / TOOLS[package]
-        if not program.exists():
-            _unpack(package)
-        tool = Tool(program, _environment())
-        missing = _missing_libraries(tool)
-        for depth in range(DEPTH_MAX):
-            if not missing:
-                break
-            _unpack_libraries_of(package, depth)
-            # The environment names the folders of the libraries, of which there are more now.
-            tool = Tool(program, _environment())
-            missing = _missing_libraries(tool)
-    if missing:
-        raise _FetchError(f"its libraries {', '.join(missing)} are missing")
-    return tool
-
-
-def _environment(root: Path = ROOT) -> dict[str, str]:
-    folders = sorted({str(path.parent) for path in root.glob("usr/lib/**/*.so*")} | {str(root / "usr/lib")})
-    return {"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LD_LIBRARY_PATH": ":".join(folders), "LC_ALL": "C"}
-
-
-def _missing_libraries(tool: Tool) -> list[str]:
-    listing = _output(["ldd", str(tool.path)], env=tool.env)
-    return re.findall(r"(\S+) => not found", listing)
-
-
-def _unpack(package: str) -> Path:
-    if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
-        raise _FetchError("this is not Debian")
-    ARCHIVES.mkdir(exist_ok=True)
-    options = ["-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else []
-    try:
-        _output(["apt-get", *options, "download", package], cwd=ARCHIVES)
-    except subprocess.CalledProcessError:
-        # The machine's package lists are absent or too old. Lists of our own need no root.
-        options += _own_lists()
-        _output(["apt-get", *options, "update"])
-        try:
-            _output(["apt-get", *options, "download", package], cwd=ARCHIVES)
-        except subprocess.CalledProcessError as error:
-            raise _FetchError(
-                error.stdout.strip().splitlines()[-1] if error.stdout.strip() else "no network"
-            ) from error
-    archive = max(ARCHIVES.glob(f"{package}_*.deb"), key=lambda path: path.stat().st_mtime)
-    _output(["dpkg-deb", "-x", str(archive), str(ROOT)])
-    return archive
-
-
-def _own_lists() -> list[str]:
-    for folder in ("lists/partial", "cache/archives/partial"):
-        (APT / folder).mkdir(parents=True, exist_ok=True)
-    return ["-o", f"Dir::State::Lists={APT / 'lists'}", "-o", f"Dir::Cache={APT / 'cache'}"]
-
-
-def _unpack_libraries_of(package: str, depth: int) -> None:
-    """Fetches the libraries that the package, or at greater depth any fetched one, names and the machine lacks."""
-    pattern = f"{package}_*.deb" if depth == 0 else "*.deb"
-    wanted: set[str] = set()
-    for archive in ARCHIVES.glob(pattern):
-        for clause in _output(["dpkg-deb", "-f", str(archive), "Depends"]).split(","):
-            name = re.split(r"[\s(:|]", clause.strip(), maxsplit=1)[0]
-            if name.startswith("lib"):
-                wanted.add(name)
-    for name in sorted(wanted):
-        if not any(ARCHIVES.glob(f"{name}_*.deb")) and not _installed(name):
-            _unpack(name)
-
-
-def _installed(package: str) -> bool:
-    done = subprocess.run(
-        ["dpkg-query", "-W", "-f", "${Status}", package], capture_output=True, text=True, check=False, timeout=30
-    )
-    return done.stdout.strip() == "install ok installed"
-
-
-def _output(command: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=env,
-        check=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=FETCH_TIMEOUT_S,
-    ).stdout
-
-
-def main() -> int:
-    """Fetches every tool, and says where each one is."""
-    for package in TOOLS:
-        try:
-            sys.stdout.write(f"{package}: {_provide(package).path}\n")
-        except (_FetchError, OSError, subprocess.SubprocessError) as error:
-            sys.stderr.write(f"{package} cannot be fetched: {error}\n")
-            return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return provide(name)
+    except (FetchError, OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"{name} is needed and cannot be fetched ({error}). On Debian with a network, run: make test-deps")
