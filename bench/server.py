@@ -1,0 +1,198 @@
+"""The figures of the lock server: durable grants a second, alone and beside its peers, and the client's own cycle."""
+
+import asyncio
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+from pgleaderlock.server.store_sqlite import SqliteStore
+from redis import Redis
+
+from bench.harness import Figure, median
+from bench.peers import Wrk, etcd, lock_server, redis
+from pgleaderlock.client import LockClient
+from pgleaderlock.server.store import Acquire, Granted
+
+__all__ = ["acquire", "cycle", "many_locks"]
+
+CONNECTIONS = 64
+BLOCKS = 4
+BLOCK_S = 3
+BATCH = 50
+TTL_MS = 600_000
+CYCLES = 400
+CYCLE_BLOCKS = 5
+MANY = 1_000_000
+FEW = 1_000
+LOAD_CHUNK = 5_000
+PROBES = 2_000
+
+# Each request takes a lock of its own, so every answer is a grant; `base` keeps the blocks apart.
+_ACQUIRE = """
+local n = 0
+wrk.method = "POST"
+wrk.headers["Content-Type"] = "application/json"
+wrk.body = '{"owner_id":"bench","ttl_ms":%d}'
+request = function()
+  n = n + 1
+  return wrk.format(nil, "/v1/locks/%s-" .. n .. "/acquire")
+end
+"""
+_BATCH = """
+local n = 0
+wrk.method = "POST"
+wrk.headers["Content-Type"] = "application/json"
+request = function()
+  local operations = {}
+  for i = 1, %d do
+    n = n + 1
+    operations[i] = '{"op":"acquire","lock":"%s-' .. n .. '","owner_id":"bench","ttl_ms":%d}'
+  end
+  return wrk.format(nil, "/v1/batch", nil, '{"operations":[' .. table.concat(operations, ",") .. ']}')
+end
+"""
+_ETCD = """
+local n = 0
+wrk.method = "POST"
+wrk.headers["Content-Type"] = "application/json"
+local code = 'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/'
+local function base64(text)
+  return ((text:gsub('.', function(c)
+    local bits, byte = '', c:byte()
+    for i = 8, 1, -1 do bits = bits .. (byte %% 2 ^ i - byte %% 2 ^ (i - 1) > 0 and '1' or '0') end
+    return bits
+  end) .. '0000'):gsub('%%d%%d%%d?%%d?%%d?%%d?', function(bits)
+    if #bits < 6 then return '' end
+    local value = 0
+    for i = 1, 6 do value = value + (bits:sub(i, i) == '1' and 2 ^ (6 - i) or 0) end
+    return code:sub(value + 1, value + 1)
+  end) .. ({ '', '==', '=' })[#text %% 3 + 1])
+end
+request = function()
+  n = n + 1
+  return wrk.format(nil, "/v3/lock/lock", nil, '{"name":"' .. base64('%s-' .. n) .. '"}')
+end
+"""
+
+
+async def acquire(_dsn: str) -> list[Figure]:
+    """Durable grants through HTTP: one a request, fifty a request, and etcd's lock API, in blocks that alternate."""
+    single, batched, peer = [], [], []
+    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
+        async with lock_server(f"sqlite:///{folder}/locks.db") as (url, _pid), etcd() as etcd_url:
+            for block in range(BLOCKS + 1):
+                one = await Wrk(_ACQUIRE % (TTL_MS, f"a{block}")).run(url, CONNECTIONS, BLOCK_S)
+                many = await Wrk(_BATCH % (BATCH, f"b{block}", TTL_MS)).run(url, CONNECTIONS, BLOCK_S)
+                theirs = await Wrk(_ETCD % f"e{block}").run(etcd_url, CONNECTIONS, BLOCK_S)
+                if block:  # the first one warms up
+                    single.append(one)
+                    batched.append(many * BATCH)
+                    peer.append(theirs)
+    how = f"wrk, {CONNECTIONS} connections, {BLOCKS} blocks of {BLOCK_S} s, each lock a new one"
+    return [
+        Figure(
+            "durable acquires/s, SQLite", f"{median(single):,.0f}/s", how, median(single), 9000, "/s", at_least=True
+        ),
+        Figure(
+            f"the same in batches of {BATCH}",
+            f"{median(batched):,.0f}/s",
+            how,
+            median(batched),
+            30_000,
+            "/s",
+            at_least=True,
+        ),
+        Figure(
+            "durable acquires/s over etcd's lock API",
+            f"{median(single):,.0f}/s",
+            f"etcd {median(peer):,.0f}/s in the same run, a lease for each lock there too",
+            median([mine / other for mine, other in zip(single, peer, strict=True)]),
+            3.0,
+            at_least=True,
+        ),
+    ]
+
+
+async def cycle(_dsn: str) -> Figure:
+    """Acquire and release, one blocking client after the other in turns: ours, and redis-py's Lock."""
+    ours, theirs = [], []
+    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
+        async with lock_server(f"sqlite:///{folder}/locks.db") as (url, _pid), redis() as port:
+
+            def our_block() -> float:
+                with LockClient(url) as client:
+                    began = time.perf_counter()
+                    for _ in range(CYCLES):
+                        client.acquire("bench", ttl_s=10).release()
+                    return CYCLES / (time.perf_counter() - began)
+
+            def their_block() -> float:
+                with Redis(port=port) as client:
+                    lock = client.lock("bench", timeout=10)
+                    began = time.perf_counter()
+                    for _ in range(CYCLES):
+                        assert lock.acquire(blocking=False)
+                        lock.release()
+                    return CYCLES / (time.perf_counter() - began)
+
+            for block in range(CYCLE_BLOCKS + 1):
+                mine, other = await asyncio.to_thread(our_block), await asyncio.to_thread(their_block)
+                if block:
+                    ours.append(mine)
+                    theirs.append(other)
+    return Figure(
+        "acquire + release cycles/s of one client over redis-py's",
+        f"{median(ours):,.0f}/s",
+        f"redis-py Lock (AOF always) {median(theirs):,.0f}/s; {CYCLE_BLOCKS} blocks of {CYCLES} cycles each",
+        median([mine / other for mine, other in zip(ours, theirs, strict=True)]),
+        1.0,
+        at_least=True,
+    )
+
+
+async def many_locks(_dsn: str) -> list[Figure]:
+    """An acquire beside a thousand stored locks, and beside a million; and what the million cost in memory."""
+    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
+        few = await _opened(Path(folder) / "few.db", FEW)
+        before = psutil.Process().memory_info().rss
+        many = await _opened(Path(folder) / "many.db", MANY)
+        try:
+            took: dict[str, list[float]] = {"few": [], "many": []}
+            for probe in range(PROBES):
+                for name, store in (("few", few), ("many", many)):
+                    began = time.perf_counter()
+                    (outcome,) = await store.apply([Acquire(f"probe-{probe * 7919 % PROBES}-{name}", "me", 600_000)])
+                    took[name].append(time.perf_counter() - began)
+                    assert isinstance(outcome, Granted)
+            grown_mb = (psutil.Process().memory_info().rss - before) / 1e6
+        finally:
+            await few.close()
+            await many.close()
+    return [
+        Figure(
+            f"acquire beside {MANY:,} stored locks over beside {FEW:,}",
+            f"{median(took['many']) * 1e3:.2f} ms",
+            f"{median(took['few']) * 1e3:.2f} ms, medians of {PROBES:,} in turns",
+            median(took["many"]) / median(took["few"]),
+            1.3,
+        ),
+        Figure(
+            f"memory for {MANY:,} stored locks",
+            f"{grown_mb:.0f} MB more",
+            f"at its highest the process had {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:.0f} MB",
+            grown_mb,
+            200.0,
+            "MB",
+        ),
+    ]
+
+
+async def _opened(path: Path, locks: int) -> SqliteStore:
+    store = SqliteStore(path, locks_max=2 * MANY)
+    await store.open()
+    for begin in range(0, locks, LOAD_CHUNK):
+        names = range(begin, min(begin + LOAD_CHUNK, locks))
+        await store.apply([Acquire(f"lock-{number}", "someone", TTL_MS) for number in names])
+    return store
