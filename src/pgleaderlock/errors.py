@@ -12,8 +12,13 @@ __all__ = [
     "ConnectionError",
     "CoordinationError",
     "DatabaseError",
+    "LeaseLost",
     "LockError",
+    "LockHeld",
     "LockNotAcquired",
+    "LockServerError",
+    "LockServerRefused",
+    "LockServerUnreachable",
     "NotFenced",
     "NotLeader",
     "PgLeaderLockError",
@@ -110,3 +115,71 @@ class NotFenced(PgLeaderLockError):
 
 class ShutdownError(PgLeaderLockError):
     """A shutdown did not end in the time it was given; the connection was cut to free the lock."""
+
+
+class LockHeld(LockError):
+    """Somebody else's lease of a lock server's lock is good, or somebody else's turn has come. Come back later.
+
+    `current_owner_id` says who, `recommended_retry_s` when to come back; `reason` is `HELD`, or `BUSY_RETRY` when the
+    server's store was merely contended.
+    """
+
+    def __init__(
+        self,
+        lock_name: str,
+        *,
+        current_owner_id: str | None = None,
+        current_expiry_ms: int | None = None,
+        recommended_retry_s: float = 0.0,
+        reason: str = "HELD",
+    ) -> None:
+        self.lock_name = lock_name
+        self.current_owner_id = current_owner_id
+        self.current_expiry_ms = current_expiry_ms
+        self.recommended_retry_s = recommended_retry_s
+        self.reason = reason
+        who = f"held by {current_owner_id!r}" if current_owner_id else "not to be had now"
+        super().__init__(f"lock {lock_name!r} is {who} ({reason}); try again in {recommended_retry_s:g} s")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.lock_name,), vars(self)
+
+
+class LeaseLost(LockError):
+    """A lease of the lock server is no longer good: stop what it protects. `reason` is one word for programs.
+
+    `not_owner` (the server said so: expired, broken or taken), `deadline` (no renewal was acknowledged in time, so that
+    others may have it), `released`, or `forked` (it belongs to the parent process).
+    """
+
+    def __init__(self, lock_name: str, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.lock_name = lock_name
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.lock_name, self.reason, str(self))
+
+
+class LockServerError(PgLeaderLockError):
+    """The lock server did not do what it was asked: one of the two below, or an answer that makes no sense."""
+
+
+class LockServerUnreachable(LockServerError):
+    """No lock server gave an answer. What was asked may have been done all the same. `retry_after_s`, if one said so."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class LockServerRefused(LockServerError):
+    """The lock server refused the request, with HTTP `status` 4xx. Nothing was done. `retry_after_s`, if it said so."""
+
+    def __init__(self, status: int, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.status, str(self)), {"retry_after_s": self.retry_after_s}
