@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from pgleaderlock.config import positive_s
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.keys import KeyPair, key_pair, key_pair_from_bigint
 
@@ -51,11 +52,11 @@ class Timing:
         acquire_delay_s: tuple[float, float],
         standby_wait_s: float,
     ) -> "Timing":
-        interval_s = _positive("heartbeat_interval_s", heartbeat_interval_s)
-        gate_s = 2 * interval_s if late_threshold_s is None else _positive("late_threshold_s", late_threshold_s)
-        lease_s = (
-            gate_s + max(1.0, gate_s / 10) if session_lease_s is None else _positive("session_lease_s", session_lease_s)
-        )
+        interval_s = positive_s("heartbeat_interval_s", heartbeat_interval_s)
+        gate_s = 2 * interval_s if late_threshold_s is None else positive_s("late_threshold_s", late_threshold_s)
+        lease_s = gate_s + max(1.0, gate_s / 10)
+        if session_lease_s is not None:
+            lease_s = positive_s("session_lease_s", session_lease_s)
         if gate_s <= interval_s * JITTER:
             raise ConfigurationError(
                 f"late_threshold_s={gate_s:g} must be longer than a jittered heartbeat_interval_s "
@@ -72,8 +73,8 @@ class Timing:
             low_s, high_s = acquire_delay_s
         except (TypeError, ValueError):
             raise ConfigurationError("acquire_delay_s must be a pair of seconds, such as (0.2, 0.8)") from None
-        _positive("acquire_delay_s", low_s)
-        if _positive("acquire_delay_s", high_s) < low_s:
+        positive_s("acquire_delay_s", low_s)
+        if positive_s("acquire_delay_s", high_s) < low_s:
             raise ConfigurationError(f"acquire_delay_s=({low_s:g}, {high_s:g}) must be (shortest, longest)")
         if high_s >= lease_s:
             raise ConfigurationError(
@@ -81,7 +82,7 @@ class Timing:
                 "is dropped: shorten the delay"
             )
         if isinstance(standby_wait_s, bool) or standby_wait_s != 0:
-            _positive("standby_wait_s", standby_wait_s)
+            positive_s("standby_wait_s", standby_wait_s)
         return cls(interval_s, gate_s, lease_s, (float(low_s), float(high_s)), float(standby_wait_s))
 
 
@@ -128,7 +129,7 @@ def check_node_id(node_id: object) -> None:
 
 def check_optional_seconds(what: str, value: object) -> None:
     if value is not None:
-        _positive(what, value)
+        positive_s(what, value)
 
 
 def check_flags(**flags: object) -> None:
@@ -181,11 +182,3 @@ def _truth(variable: str, text: str) -> bool:
     if text.strip().lower() in ("false", "0", "no", "off"):
         return False
     raise ConfigurationError(f"{variable}={text!r} is neither true nor false")
-
-
-def _positive(what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigurationError(f"{what} must be a number of seconds, not {type(value).__name__}")
-    if not math.isfinite(value) or value <= 0:
-        raise ConfigurationError(f"{what}={value} is not usable: give a positive number of seconds")
-    return float(value)

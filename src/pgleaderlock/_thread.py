@@ -1,4 +1,6 @@
-"""Runs a coroutine on an event loop in a thread of its own, for a heartbeat that must not depend on a free loop.
+"""Threads and event loops: a coroutine on a loop in a thread of its own, and a future that is settled from elsewhere.
+
+The first is for a heartbeat that must not depend on a free loop.
 
 Imports the standard library only.
 """
@@ -9,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-__all__ = ["run_in_thread"]
+__all__ = ["run_in_thread", "settle"]
 
 JOIN_S = 5.0
 
@@ -27,7 +29,7 @@ async def run_in_thread(main: Callable[[], Coroutine[Any, Any, None]], stop: Cal
             failure.append(error)
         finally:
             with contextlib.suppress(RuntimeError):  # the application's loop is gone, and nobody waits
-                home.call_soon_threadsafe(_settle, ended)
+                home.call_soon_threadsafe(settle, ended)
 
     thread = threading.Thread(target=run, name="pgleaderlock heartbeat", daemon=True)
     thread.start()
@@ -41,6 +43,7 @@ async def run_in_thread(main: Callable[[], Coroutine[Any, Any, None]], stop: Cal
         raise failure[0]
 
 
-def _settle(future: "asyncio.Future[None]") -> None:
+def settle(future: "asyncio.Future[None]") -> None:
+    """Tell whoever waits for it, once; on the future's own loop."""
     if not future.done():
         future.set_result(None)

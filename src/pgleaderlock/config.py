@@ -11,7 +11,7 @@ import re
 
 from pgleaderlock.errors import ConfigurationError
 
-__all__ = ["parse_duration_s"]
+__all__ = ["parse_duration_s", "positive_s"]
 
 _UNIT_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -23,6 +23,15 @@ _ACCEPTED = "a number of seconds such as 5 or 0.5, or a number with a unit: 200m
 
 # A text this long is no duration, and an error message must not repeat a whole file.
 _SHOWN_CHARS_MAX = 40
+
+
+def positive_s(what: str, value: object) -> float:
+    """A setting that is a number of seconds above zero, or a `ConfigurationError` that names it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigurationError(f"{what} must be a number of seconds, not {type(value).__name__}")
+    if not math.isfinite(value) or value <= 0:
+        raise ConfigurationError(f"{what}={value} is not usable: give a positive number of seconds")
+    return float(value)
 
 
 def parse_duration_s(text: str | float) -> float:

@@ -7,7 +7,7 @@ opens again when heartbeats resume in the same term. Any thread may ask; a forke
 What it does not promise: a side effect that was already on its way when the gate closed. For writes into the same
 database use the fence, which needs no clock at all.
 
-Imports `fence`, `models`, `errors`, `_clock` and the standard library only. Knows nothing of sessions.
+Imports `fence`, `models`, `errors`, `_clock`, `_thread` and the standard library only. Knows nothing of sessions.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
+from pgleaderlock._thread import settle
 from pgleaderlock.errors import NotLeader
 from pgleaderlock.fence import fenced
 from pgleaderlock.models import LeaderToken
@@ -227,7 +228,7 @@ class LeaderGate:
         waiting, self._waiting = self._waiting, []
         for loop, future in waiting:
             with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody waits there any more
-                loop.call_soon_threadsafe(_settle, future)
+                loop.call_soon_threadsafe(settle, future)
 
     def _next_opening(self) -> float:
         opens_at, deadline, _ = self._visible
@@ -271,11 +272,6 @@ class LeaderGate:
 
     def _refused(self, why: str) -> NotLeader:
         return NotLeader(self.role, why, f"must not act as leader of {self.role!r}: {_EXPLAINED.get(why, why)}")
-
-
-def _settle(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 _gates: "weakref.WeakSet[LeaderGate]" = weakref.WeakSet()

@@ -6,7 +6,8 @@ connection of yours: it neither waits nor retries. The two helpers below it do, 
 What a guard does not promise is what no lock promises: see the first lines of `lock`. On a connection of yours there is
 no lease either: a process that is frozen keeps the lock until its connection ends. The helpers' connections have one.
 
-Imports `_guarding`, `_hangup`, `_session`, `_conninfo`, `_sql`, `retry`, `keys`, `errors`, `_clock`, `_logging`.
+Imports `_guarding`, `_hangup`, `_session`, `_conninfo`, `_sql`, `retry`, `keys`, `errors`, `_clock`, `_logging`,
+`_thread`.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from pgleaderlock._hangup import Hangup
 from pgleaderlock._logging import get_logger
 from pgleaderlock._session import DedicatedSession
 from pgleaderlock._sql import statement
+from pgleaderlock._thread import settle
 from pgleaderlock.errors import (
     ConfigurationError,
     ConnectionError,
@@ -235,11 +237,6 @@ async def acquire_leadership_blocking(
         return seeker.guard()
 
 
-def _settle(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 # --- On the caller's connection
 
 
@@ -276,7 +273,7 @@ class _OnConnection:
     async def lost(self) -> None:
         loop = asyncio.get_running_loop()
         hangup = Hangup(self._conn.fileno())
-        loop.add_reader(hangup.fileno(), _settle, self._ended)
+        loop.add_reader(hangup.fileno(), settle, self._ended)
         try:
             await asyncio.shield(self._ended)
         finally:
@@ -285,7 +282,7 @@ class _OnConnection:
 
     async def close(self) -> None:
         guarding.forget(self._conn, self._keys)  # the connection is the caller's, and stays open
-        _settle(self._ended)
+        settle(self._ended)
 
 
 async def _ask(conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]) -> tuple[Any, ...]:
@@ -414,7 +411,7 @@ class _OnSession:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([self._keeper])
         await self._session.close()
-        _settle(self._ended)
+        settle(self._ended)
 
     async def _keep(self) -> None:
         try:
@@ -433,4 +430,4 @@ class _OnSession:
         except ConnectionError as error:
             _log.warning("leadership_lost", lock=self._name, error=error)
         await self._session.close()
-        _settle(self._ended)
+        settle(self._ended)

@@ -7,11 +7,11 @@ health_timeout_s after the last good probe was sent); who must never act twice n
 What it does: at most one session of one database holds the lock; a leader that falls silent loses it at the server
 after `session_lease_s`; the loss of the session is noticed when the socket closes.
 
-Imports `_lifecycle`, `_session`, `_conninfo`, `_callbacks`, `retry`, `keys`, `models`, `errors`, `_clock`, `_logging`.
+Imports `_lifecycle`, `_session`, `_conninfo`, `_callbacks`, `config`, `retry`, `keys`, `models`, `errors`, `_clock`,
+`_logging`.
 """
 
 import asyncio
-import math
 import os
 import random
 from collections.abc import Awaitable, Callable, Coroutine
@@ -27,6 +27,7 @@ from pgleaderlock._fsm import Input
 from pgleaderlock._lifecycle import Lifecycle, LifecycleSettings
 from pgleaderlock._logging import get_logger
 from pgleaderlock._session import DedicatedSession, Session
+from pgleaderlock.config import positive_s
 from pgleaderlock.errors import ConfigurationError, LockError, ShutdownError
 from pgleaderlock.keys import DEFAULT_NAMESPACE, check_key_pair, key_pair
 from pgleaderlock.models import Callback, ErrorCallback, LockState, StateChangeCallback
@@ -87,14 +88,14 @@ class LeaderLock:
         connect_fn: Callable[[], Awaitable[AsyncConnection[Any]]] | None = None,
     ) -> None:
         keys = check_key_pair(key1, key2)
-        interval_s = _positive("health_interval_s", health_interval_s)
-        timeout_s = interval_s if health_timeout_s is None else _positive("health_timeout_s", health_timeout_s)
+        interval_s = positive_s("health_interval_s", health_interval_s)
+        timeout_s = interval_s if health_timeout_s is None else positive_s("health_timeout_s", health_timeout_s)
         trust_s = interval_s + timeout_s
         lease_s = _lease_s(session_lease_s, interval_s, trust_s)
         if reconnect_grace_s is not None:
-            _positive("reconnect_grace_s", reconnect_grace_s)
+            positive_s("reconnect_grace_s", reconnect_grace_s)
         if standby_wait_s != 0:
-            _positive("standby_wait_s", standby_wait_s)
+            positive_s("standby_wait_s", standby_wait_s)
         for what, flag in (("auto_reacquire", auto_reacquire), ("allow_pooler", allow_pooler)):
             if not isinstance(flag, bool):
                 raise ConfigurationError(f"{what} must be True or False, not {flag!r}")
@@ -349,14 +350,6 @@ async def _relay(event: asyncio.Event, run: Lifecycle) -> None:
     run.ask_stop()
 
 
-def _positive(what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigurationError(f"{what} must be a number of seconds, not {type(value).__name__}")
-    if not math.isfinite(value) or value <= 0:
-        raise ConfigurationError(f"{what}={value} is not usable: give a positive number of seconds")
-    return float(value)
-
-
 def _check_timeout(timeout_s: object) -> None:
     if timeout_s is None:
         return
@@ -366,7 +359,7 @@ def _check_timeout(timeout_s: object) -> None:
 
 def _lease_s(given: float | None, interval_s: float, trust_s: float) -> float:
     default_s = min(LEASE_INTERVALS * interval_s, LEASE_S_MAX)
-    lease_s = default_s if given is None else _positive("session_lease_s", given)
+    lease_s = default_s if given is None else positive_s("session_lease_s", given)
     if lease_s > LEASE_S_MAX:
         raise ConfigurationError(f"session_lease_s={lease_s:g} is too long: PostgreSQL takes {LEASE_S_MAX:.0f} at most")
     if lease_s <= trust_s:
