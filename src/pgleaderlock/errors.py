@@ -166,7 +166,7 @@ class LockServerError(PgLeaderLockError):
 
 
 class LockServerUnreachable(LockServerError):
-    """No lock server gave an answer. What was asked may have been done all the same. `retry_after_s`, if one said so."""
+    """No lock server gave an answer. What was asked may have been done all the same. `retry_after_s`, if one said."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -1,0 +1,158 @@
+"""Connections for asyncio: each carries one request at a time, is kept for the next one, and is closed when in doubt.
+
+Imports `_core`, `_http1` and the standard library. Must never reuse a connection whose last answer is unknown, and
+never decide whether something is tried again: a flow does.
+"""
+
+import asyncio
+
+from pgleaderlock.client._core import Core, Endpoint, NoAnswer, Send
+from pgleaderlock.client._http1 import BadReply, HttpConnection, Reply
+
+__all__ = ["AsyncPool"]
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.http = HttpConnection(endpoint.headers)
+        self.closed = False
+        self.used = False
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[Reply] | None = None
+
+    @property
+    def reusable(self) -> bool:
+        return not self.closed and self.http.reusable
+
+    async def exchange(self, send: Send, core: Core) -> Reply:
+        assert self._transport is not None
+        if self.closed:
+            raise NoAnswer("the connection was closed", stale=True)
+        data = self.http.encode(send.request)
+        waiter: asyncio.Future[Reply] = self._loop.create_future()
+        self._waiter = waiter
+        timer = self._loop.call_later(send.timeout_s, self._late, send.timeout_s)
+        send.sent_at = core.clock.now()
+        self._transport.write(data)
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+            self.used = True
+
+    def abort(self) -> None:
+        """At once, without a farewell: what was sent is not to be thought of any more."""
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _late(self, timeout_s: float) -> None:
+        self._fail(f"no reply within {timeout_s:g} s")
+
+    def _fail(self, why: str, *, stale: bool = False) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(NoAnswer(why, stale=stale))
+
+    # -- called by the event loop -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self._waiter is None or self._waiter.done():
+            self.abort()  # nobody has asked
+            return
+        try:
+            reply = self.http.feed(data)
+        except BadReply as error:
+            self._fail(f"what came is no reply: {error}")
+            self.abort()
+            return
+        if reply is not None:
+            self._waiter.set_result(reply)
+
+    def eof_received(self) -> bool:
+        self.closed = True
+        if self._waiter is not None and not self._waiter.done() and self.http.began:
+            # The end of the stream may be the end of a reply.
+            self.data_received(b"")
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._fail(f"the connection ended ({exc or 'closed by the server'})", stale=self.used and not self.http.began)
+
+
+class AsyncPool:
+    """At most `connections_max` connections at a time. Those that wait for a lock leave two for everything else."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._idle: dict[Endpoint, list[_Connection]] = {endpoint: [] for endpoint in core.endpoints}
+        self._slots = asyncio.Semaphore(core.connections_max)
+        self._waiting = asyncio.Semaphore(core.connections_max - 2)
+        self._closed = False
+
+    async def exchange(self, send: Send) -> Reply:
+        if send.waits:
+            async with self._waiting, self._slots:
+                return await self._exchange(send)
+        async with self._slots:
+            return await self._exchange(send)
+
+    async def _exchange(self, send: Send) -> Reply:
+        connection = self._take(send.endpoint) or await self._connect(send.endpoint)
+        try:
+            reply = await connection.exchange(send, self._core)
+        except BaseException as error:
+            connection.abort()
+            if isinstance(error, NoAnswer) and error.stale:
+                self._drop_idle(send.endpoint)  # the others are as old
+            raise
+        idle = self._idle[send.endpoint]
+        if connection.reusable and not self._closed and len(idle) < self._core.connections_max:
+            idle.append(connection)
+        else:
+            connection.abort()
+        return reply
+
+    def _take(self, endpoint: Endpoint) -> _Connection | None:
+        idle = self._idle[endpoint]
+        while idle:
+            connection = idle.pop()
+            if connection.reusable:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, endpoint: Endpoint) -> _Connection:
+        if self._closed:
+            raise NoAnswer("the client is closed")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._core.connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(endpoint),
+                    endpoint.host,
+                    endpoint.port,
+                    ssl=self._core.ssl_context if endpoint.tls else None,
+                )
+        except TimeoutError:
+            raise NoAnswer(f"cannot connect within {self._core.connect_timeout_s:g} s") from None
+        except (OSError, UnicodeError) as error:
+            raise NoAnswer(f"cannot connect: {error}") from error
+        return connection
+
+    def _drop_idle(self, endpoint: Endpoint) -> None:
+        while self._idle[endpoint]:
+            self._idle[endpoint].pop().abort()
+
+    async def close(self) -> None:
+        self._closed = True
+        for endpoint in self._idle:
+            self._drop_idle(endpoint)
+        await asyncio.sleep(0)  # the loop closes the sockets in its next turn

@@ -1,0 +1,168 @@
+"""Blocking connections: each carries one request at a time, is kept for the next one, and is closed when in doubt.
+
+Safe for any number of threads. A forked child does not use its parent's connections.
+
+Imports `_core`, `_http1` and the standard library. Must never reuse a connection whose last answer is unknown, and
+never decide whether something is tried again: a flow does.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+
+from pgleaderlock.client._core import Core, Endpoint, NoAnswer, Send
+from pgleaderlock.client._http1 import BadReply, HttpConnection, Reply
+
+__all__ = ["SyncPool"]
+
+CHUNK_BYTES = 64 * 1024
+
+
+class _Connection:
+    def __init__(self, endpoint: Endpoint, sock: socket.socket) -> None:
+        self.endpoint = endpoint
+        self.http = HttpConnection(endpoint.headers)
+        self.used = False
+        self._sock = sock
+
+    @property
+    def reusable(self) -> bool:
+        return self.http.reusable
+
+    @property
+    def silent(self) -> bool:
+        """Nothing has come since the last reply: no end of the stream, and nothing that nobody has asked for."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN | select.POLLHUP | select.POLLERR)
+        return not poll.poll(0)
+
+    def exchange(self, send: Send, core: Core) -> Reply:
+        data = self.http.encode(send.request)
+        send.sent_at = core.clock.now()
+        until = time.monotonic() + send.timeout_s
+        try:
+            self._sock.settimeout(send.timeout_s)
+            self._sock.sendall(data)
+            while True:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError
+                self._sock.settimeout(left_s)
+                chunk = self._sock.recv(CHUNK_BYTES)
+                if not chunk and not self.http.began:
+                    raise NoAnswer("the connection was closed by the server", stale=self.used)
+                reply = self.http.feed(chunk)
+                if reply is not None:
+                    self.used = True
+                    return reply
+        except TimeoutError:
+            raise NoAnswer(f"no reply within {send.timeout_s:g} s") from None
+        except BadReply as error:
+            raise NoAnswer(f"what came is no reply: {error}") from error
+        except OSError as error:
+            raise NoAnswer(f"the connection ended ({error})", stale=self.used and not self.http.began) from error
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.close()
+
+
+class SyncPool:
+    """At most `connections_max` connections at a time. Those that wait for a lock leave two for everything else."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._mutex = threading.Lock()
+        self._pid = os.getpid()
+        self._idle: dict[Endpoint, list[_Connection]] = {endpoint: [] for endpoint in core.endpoints}
+        self._slots = threading.Semaphore(core.connections_max)
+        self._waiting = threading.Semaphore(core.connections_max - 2)
+        self._closed = False
+
+    def exchange(self, send: Send) -> Reply:
+        if self._pid != os.getpid():
+            self._forget_parents()
+        if send.waits:
+            with self._waiting, self._slots:
+                return self._exchange(send)
+        with self._slots:
+            return self._exchange(send)
+
+    def _exchange(self, send: Send) -> Reply:
+        connection = self._take(send.endpoint) or self._connect(send.endpoint)
+        try:
+            reply = connection.exchange(send, self._core)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, NoAnswer) and error.stale:
+                self._drop_idle(send.endpoint)  # the others are as old
+            raise
+        if not self._keep(connection):
+            connection.close()
+        return reply
+
+    def _keep(self, connection: _Connection) -> bool:
+        with self._mutex:
+            idle = self._idle[connection.endpoint]
+            if self._closed or not connection.reusable or len(idle) >= self._core.connections_max:
+                return False
+            idle.append(connection)
+            return True
+
+    def _take(self, endpoint: Endpoint) -> _Connection | None:
+        while True:
+            with self._mutex:
+                if not self._idle[endpoint]:
+                    return None
+                connection = self._idle[endpoint].pop()
+            if connection.silent:
+                return connection
+            connection.close()
+
+    def _forget_parents(self) -> None:
+        # Closed here, they stay open in the parent. The old mutex may be held by a thread that does not exist here.
+        idle, self._idle = self._idle, {endpoint: [] for endpoint in self._core.endpoints}
+        self._mutex = threading.Lock()
+        self._slots = threading.Semaphore(self._core.connections_max)
+        self._waiting = threading.Semaphore(self._core.connections_max - 2)
+        self._pid = os.getpid()
+        for connections in idle.values():
+            for connection in connections:
+                connection.close()
+
+    def _connect(self, endpoint: Endpoint) -> _Connection:
+        if self._closed:
+            raise NoAnswer("the client is closed")
+        timeout_s = self._core.connect_timeout_s
+        try:
+            sock = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
+        except TimeoutError:
+            raise NoAnswer(f"cannot connect within {timeout_s:g} s") from None
+        except (OSError, UnicodeError) as error:
+            raise NoAnswer(f"cannot connect: {error}") from error
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if endpoint.tls:
+                assert self._core.ssl_context is not None
+                sock = self._core.ssl_context.wrap_socket(sock, server_hostname=endpoint.host)
+        except OSError as error:  # ssl.SSLError and a timeout of the handshake are among them
+            sock.close()
+            raise NoAnswer(f"cannot connect: {error}") from error
+        except BaseException:
+            sock.close()
+            raise
+        return _Connection(endpoint, sock)
+
+    def _drop_idle(self, endpoint: Endpoint) -> None:
+        with self._mutex:
+            dropped, self._idle[endpoint] = self._idle[endpoint], []
+        for connection in dropped:
+            connection.close()
+
+    def close(self) -> None:
+        self._closed = True
+        for endpoint in self._core.endpoints:
+            self._drop_idle(endpoint)
