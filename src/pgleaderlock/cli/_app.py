@@ -43,6 +43,7 @@ COMMANDS = {
     "doctor": LazyCommand("pgleaderlock.cli.doctor:doctor", "Check a database for what would break the promise."),
     "migrate": LazyCommand("pgleaderlock.cli.migrate:migrate", "Create or upgrade the ledger's tables."),
     "epoch": LazyCommand("pgleaderlock.cli.epoch:epoch", "Move a role's epoch ahead after a restore."),
+    "serve": LazyCommand("pgleaderlock.cli.serve:serve", "Serve leases with fencing tokens over HTTP."),
     "demo": LazyCommand("pgleaderlock.cli.demo:demo", "Watch three nodes elect a leader and survive its death."),
 }
 

@@ -1,0 +1,99 @@
+"""An OpenAPI 3.1 document from a table of operations and the msgspec types that they decode and encode.
+
+Imports msgspec. Must never describe by hand what a type already says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pgleaderlock._http.answers import ErrorReply
+
+__all__ = ["Operation", "Reply", "document"]
+
+_REF = "#/components/schemas/{name}"
+
+Schema = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer: what it means and what its body is. `links` lead on from it."""
+
+    text: str
+    body: type[msgspec.Struct] | str = ErrorReply
+    """A type, or the media type of a body that is not JSON."""
+    headers: Sequence[str] = ()
+    links: Mapping[str, Schema] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Operation:
+    method: str
+    path: str
+    name: str
+    summary: str
+    replies: Mapping[int, Reply]
+    request: type[msgspec.Struct] | None = None
+    parameters: Sequence[Schema] = ()
+    needs_token: bool = True
+
+
+_HEADERS: dict[str, Schema] = {
+    "Retry-After": {"description": "Seconds until it is worth trying again.", "schema": {"type": "integer"}},
+    "Allow": {"description": "The methods that this path knows.", "schema": {"type": "string"}},
+    "WWW-Authenticate": {"description": "Bearer.", "schema": {"type": "string"}},
+}
+
+
+def document(info: Schema, operations: Sequence[Operation]) -> Schema:
+    types: dict[str, type[msgspec.Struct]] = {}
+    for operation in operations:
+        bodies = [operation.request, *(reply.body for reply in operation.replies.values())]
+        types |= {body.__name__: body for body in bodies if isinstance(body, type)}
+    _, schemas = msgspec.json.schema_components(list(types.values()), ref_template=_REF)
+    paths: dict[str, Schema] = {}
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": info,
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _described(operation: Operation) -> Schema:
+    described: Schema = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "responses": {str(status): _reply(reply) for status, reply in sorted(operation.replies.items())},
+    }
+    if operation.parameters:
+        described["parameters"] = list(operation.parameters)
+    if operation.request is not None:
+        described["requestBody"] = {"required": True, "content": _content(operation.request)}
+    if operation.needs_token:
+        # Either a token or, on a server without tokens, nothing.
+        described["security"] = [{"token": []}, {}]
+    return described
+
+
+def _reply(reply: Reply) -> Schema:
+    described: Schema = {"description": reply.text, "content": _content(reply.body)}
+    if reply.headers:
+        described["headers"] = {name: _HEADERS[name] for name in reply.headers}
+    if reply.links:
+        described["links"] = dict(reply.links)
+    return described
+
+
+def _content(body: type[msgspec.Struct] | str) -> Schema:
+    if isinstance(body, str):
+        return {body: {"schema": {"type": "string"}}}
+    return {"application/json": {"schema": {"$ref": _REF.format(name=body.__name__)}}}

@@ -1,0 +1,149 @@
+"""Who may ask: bearer tokens from a file, each with a name, a prefix of lock names and perhaps the rights of an admin.
+
+The file is TOML:
+
+    [[token]]
+    name = "billing"                 # in logs and in the audit of a break, instead of the token
+    token = "at least 16 characters"
+    prefix = "billing/"              # optional: only locks whose names begin so
+    admin = true                     # optional: may break locks and see lease ids
+
+Imports `answers` and the standard library. Must never log, print or compare a token character by character.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pgleaderlock._http.answers import Refusal
+from pgleaderlock._logging import get_logger
+from pgleaderlock.errors import ConfigurationError
+
+__all__ = ["ANYONE", "Caller", "Tokens", "line_of_key"]
+
+_TOKEN_CHARS_MIN = 16
+_TOKEN_CHARS_MAX = 512
+_TOKENS_MAX = 10_000
+# What a header can carry in one piece (RFC 6750), and a person can copy.
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_KEYS = ("name", "token", "prefix", "admin")
+_BEARER = b"bearer "
+
+_CHALLENGE = (b"www-authenticate", b"Bearer")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks, and what for."""
+
+    name: str
+    prefix: str = ""
+    admin: bool = False
+
+    def may_use(self, lock_name: str) -> bool:
+        return lock_name.startswith(self.prefix)
+
+
+ANYONE = Caller("anyone")
+"""Everybody, where no tokens are configured: all locks, nothing of an admin."""
+
+
+class Tokens:
+    """The tokens of one file."""
+
+    def __init__(self, callers: Mapping[str, Caller]) -> None:
+        # Found by a keyed hash whose key nobody else knows: how long the search takes says nothing about any token.
+        self._key = secrets.token_bytes(32)
+        self._callers = {self._hash(token.encode()): caller for token, caller in callers.items()}
+
+    @classmethod
+    def load(cls, path: Path) -> "Tokens":
+        """Raises `ConfigurationError` with the remedy."""
+        try:
+            mode = path.stat().st_mode
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"the token file {path} cannot be read: {error}") from error
+        if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
+            get_logger("pgleaderlock.http").warning(
+                "token_file_readable_by_others",
+                path=str(path),
+                mode=oct(stat.S_IMODE(mode)),
+                remedy=f"chmod 600 {path}",
+            )
+        return cls(_parsed(text, path))
+
+    def caller(self, authorization: bytes | None) -> Caller:
+        """Whose token it is. Raises `Refusal` 401."""
+        if authorization is None:
+            raise Refusal(401, "a bearer token is needed: send the header Authorization: Bearer TOKEN", _CHALLENGE)
+        if authorization[:7].lower() != _BEARER:
+            raise Refusal(401, "the Authorization header is not of the form: Bearer TOKEN", _CHALLENGE)
+        digest = self._hash(authorization[7:].strip())
+        caller = self._callers.get(digest)
+        if caller is None:
+            raise Refusal(401, "this token is unknown here", _CHALLENGE)
+        return caller
+
+    def _hash(self, token: bytes) -> bytes:
+        return hmac.digest(self._key, hashlib.sha256(token).digest(), "sha256")
+
+
+def line_of_key(text: str, key: str, nth: int = 1) -> int:
+    """The line on which a TOML key is written for the nth time; 0 if that cannot be told."""
+    written = re.compile(rf"""^\s*(?:["']?){re.escape(key)}(?:["']?)\s*=""")
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if written.match(line)]
+    return lines[nth - 1] if len(lines) >= nth else 0
+
+
+def _parsed(text: str, path: Path) -> dict[str, Caller]:
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # Its text holds a position and no part of the file.
+        raise ConfigurationError(f"the token file {path} is not TOML: {error}") from error
+    entries = document.get("token")
+    if set(document) != {"token"} or not isinstance(entries, list) or not entries:
+        raise ConfigurationError(f"the token file {path} needs one [[token]] section a token, and nothing else")
+    if len(entries) > _TOKENS_MAX:
+        raise ConfigurationError(f"the token file {path} holds more than {_TOKENS_MAX} tokens")
+    callers: dict[str, Caller] = {}
+    for number, entry in enumerate(entries, 1):
+        token, caller = _entry(entry, f"the token file {path}, [[token]] number {number}")
+        if token in callers:
+            raise ConfigurationError(
+                f"the token file {path} has one token twice: numbers of {caller.name!r} and another"
+            )
+        callers[token] = caller
+    return callers
+
+
+def _entry(entry: object, where: str) -> tuple[str, Caller]:
+    if not isinstance(entry, dict):
+        raise ConfigurationError(f"{where}: write [[token]] with two brackets, and the keys below it")
+    for key in entry:
+        if key not in _KEYS:
+            raise ConfigurationError(f"{where}: unknown key {key!r}: known are {', '.join(_KEYS)}")
+    name, token = entry.get("name"), entry.get("token")
+    prefix, admin = entry.get("prefix", ""), entry.get("admin", False)
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigurationError(f"{where}: name must be 1 to 64 letters, digits or any of . _ @ -")
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token) or len(token) > _TOKEN_CHARS_MAX:
+        raise ConfigurationError(f"{where}: token must be letters, digits or any of . _ ~ + / = -")
+    if len(token) < _TOKEN_CHARS_MIN:
+        raise ConfigurationError(
+            f"{where}: token is shorter than {_TOKEN_CHARS_MIN} characters: "
+            "make one with python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+    if not isinstance(prefix, str):
+        raise ConfigurationError(f"{where}: prefix must be a text")
+    if not isinstance(admin, bool):
+        raise ConfigurationError(f"{where}: admin must be true or false")
+    return token, Caller(name, prefix, admin)

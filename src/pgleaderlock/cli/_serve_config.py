@@ -1,0 +1,60 @@
+"""The file of `pgleaderlock serve --config`: TOML, one key an option, and an error that names the line.
+
+What the file says takes the place of the options' defaults: an option and its environment variable come first.
+
+Imports click and the standard library. Must never take a key that it does not know for a remark.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["read_config"]
+
+
+def read_config(path: Path, options: Iterable[click.Parameter]) -> dict[str, Any]:
+    """What the file sets, by parameter name. Raises `click.UsageError`."""
+    known = {option.name: option for option in options if option.name and option.name not in ("config", "help")}
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--config {path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise click.UsageError(f"--config {path} is not TOML: {error}") from error
+    for key, value in document.items():
+        where = f"--config {path}{_line_of(text, key)}"
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+            raise click.UsageError(f"{where}: unknown setting {key!r}: {remedy}")
+        _check_type(where, key, value, known[key])
+    return document
+
+
+def _check_type(where: str, key: str, value: Any, option: click.Parameter) -> None:
+    wants_list = getattr(option, "multiple", False)
+    if wants_list != isinstance(value, list):
+        raise click.UsageError(
+            f"{where}: {key} takes {'a list: [' if wants_list else 'one value, no list'}"
+            f"{chr(34) + 'one' + chr(34) + ', …]' if wants_list else ''}"
+        )
+    if getattr(option, "is_flag", False) != isinstance(value, bool):
+        raise click.UsageError(
+            f"{where}: {key} {'is true or false' if not isinstance(value, bool) else 'is no switch'}"
+        )
+    if isinstance(value, dict):
+        raise click.UsageError(f"{where}: there are no sections: write {key} = … at the top")
+
+
+def _line_of(text: str, key: str) -> str:
+    written = re.compile(rf"""\s*(?:\[\s*)?["']?{re.escape(key)}["']?\s*(?:[=.\]])""")
+    for number, line in enumerate(text.splitlines(), 1):
+        if written.match(line):
+            return f" line {number}"
+    return ""

@@ -1,0 +1,164 @@
+"""`pgleaderlock serve`: the lock server as a program, until a signal.
+
+Imports click and its neighbours; the server itself only when the command runs, so that its extra may be missing. It
+must never serve other machines without tokens, whatever the settings say.
+"""
+
+import asyncio
+import contextlib
+import gc
+import importlib.util
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from pgleaderlock._logging import get_logger
+from pgleaderlock.cli._logging import LEVELS, configure
+from pgleaderlock.cli._output import EXIT_OK, DurationType, without_passwords
+from pgleaderlock.cli._serve_config import read_config
+from pgleaderlock.cli._signals import Stopper
+from pgleaderlock.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from pgleaderlock.server.run import LockServer, ServerSettings
+
+__all__ = ["serve"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_NEEDED = ("apsw", "granian", "msgspec", "prometheus_client", "starlette", "uvloop")
+_POSITIVE = DurationType(zero_allowed=False)
+_FILE = click.Path(path_type=Path)
+_COUNT = click.IntRange(min=1)
+# Descriptors beside the clients' connections: the store's files or connections, the loop's own, standard streams.
+_OTHER_DESCRIPTORS = 128
+
+
+def _load_config(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
+    if path is not None and not ctx.resilient_parsing:
+        ctx.default_map = read_config(path, ctx.command.params)
+
+
+def _option(name: str, **settings: Any) -> Callable[[_Command], _Command]:
+    """An option with its environment variable: --max-locks is PGLEADERLOCK_SERVE_MAX_LOCKS."""
+    variable = "PGLEADERLOCK_SERVE_" + name.removeprefix("--").replace("-", "_").upper()
+    return click.option(name, envvar=variable, **settings)
+
+
+@click.command(short_help="Serve leases with fencing tokens over HTTP.")
+@_option(
+    "--config",
+    type=_FILE,
+    is_eager=True,
+    expose_value=False,
+    callback=_load_config,
+    help="A TOML file with any of the other options.",
+)
+@_option("--store", default="sqlite:///locks.db", show_default=True, help="sqlite:///FILE or postgresql://…")
+@_option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@_option("--port", type=click.IntRange(0, 65535), default=7420, show_default=True, help="0 takes a free one.")
+@_option("--token-file", type=_FILE, help="Who may ask. Needed beyond this machine.")
+@_option("--allowed-host", multiple=True, metavar="NAME", help="A name of this server, besides --host and addresses.")
+@_option("--tls-cert", type=_FILE, help="Serve HTTPS with this certificate chain (PEM).")
+@_option("--tls-key", type=_FILE, help="The certificate's key (PEM).")
+@_option("--max-connections", type=_COUNT, default=1024, show_default=True, help="Further ones wait.")
+@_option("--max-waiters", type=_COUNT, default=512, show_default=True, help="Requests that wait for locks.")
+@_option("--max-locks", type=_COUNT, default=1_000_000, show_default=True, help="Locks the store may hold.")
+@_option("--sweep-interval", type=_POSITIVE, default=1.0, help="Between two looks for expired leases.  [default: 1s]")
+@_option("--header-timeout", type=_POSITIVE, default=30.0, help="For a header, and between requests.  [default: 30s]")
+@_option("--body-timeout", type=_POSITIVE, default=10.0, help="For a body to arrive.  [default: 10s]")
+@_option("--access-log", is_flag=True, help="Log each request.")
+@_option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@_option("--log-level", type=click.Choice(LEVELS, case_sensitive=False), default="INFO", show_default=True)
+def serve(store: str, max_locks: int, log_format: str, log_level: str, **options: Any) -> int:
+    """Serve leases with fencing tokens over HTTP, until SIGINT or SIGTERM.
+
+    Listens on this machine only; beyond it, --token-file is needed.
+    """
+    _check_extra()
+    configure(log_level, json=log_format == "json")
+    from pgleaderlock.server.run import LockServer, store_from_url  # noqa: PLC0415 - its extra may be missing.
+
+    settings = _settings(options)
+    _allow_descriptors(settings.serving.connections_max)
+    with Stopper() as stopper:
+        server = LockServer(store_from_url(store.strip(), max_locks), settings)
+        note = "with tokens" if settings.token_file is not None else "without tokens, for this machine only"
+        said = f"(store {without_passwords(store)}, {note})"
+        _run(_serve(server, stopper, said))
+    return EXIT_OK
+
+
+async def _serve(server: "LockServer", stopper: Stopper, said: str) -> None:
+    from pgleaderlock.server.run import ServerError  # noqa: PLC0415 - as above.
+
+    log = get_logger("pgleaderlock.server")
+    await server.start()
+    # What has been loaded by now stays: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    click.echo(f"listening on {server.url} {said}")
+    log.info("server_started", url=server.url)
+    asked = asyncio.ensure_future(stopper.asked())
+    ended = asyncio.ensure_future(server.ended())
+    await asyncio.wait([asked, ended], return_when=asyncio.FIRST_COMPLETED)
+    if stopper.signum is not None:
+        log.info("stopping", signal=signal.Signals(stopper.signum).name)
+    for task in (asked, ended):
+        task.cancel()
+    await server.stop()
+    log.info("server_stopped")
+    if stopper.signum is None:
+        raise ServerError("the server has ended by itself: the log above says why")
+
+
+def _run(main: Any) -> None:
+    import uvloop  # noqa: PLC0415 - belongs to the extra.
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
+def _check_extra() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(f"the lock server needs {', '.join(missing)}: pip install 'pgleaderlock[server]'")
+
+
+def _settings(options: dict[str, Any]) -> "ServerSettings":
+    from pgleaderlock._http.serving import ServingLimits, Tls  # noqa: PLC0415 - as above.
+    from pgleaderlock.server.run import ServerSettings  # noqa: PLC0415
+    from pgleaderlock.server.service import ServiceLimits  # noqa: PLC0415
+
+    cert, key = options["tls_cert"], options["tls_key"]
+    if (cert is None) != (key is None):
+        raise click.UsageError("--tls-cert and --tls-key belong together: give both")
+    return ServerSettings(
+        host=options["host"].strip(),
+        port=options["port"],
+        token_file=options["token_file"],
+        allowed_hosts=tuple(options["allowed_host"]),
+        tls=Tls(cert, key) if cert is not None else None,
+        body_timeout_s=options["body_timeout"],
+        access_log=options["access_log"],
+        serving=ServingLimits(connections_max=options["max_connections"], header_timeout_s=options["header_timeout"]),
+        service=ServiceLimits(waiters_max=options["max_waiters"], sweep_interval_s=options["sweep_interval"]),
+    )
+
+
+def _allow_descriptors(connections_max: int) -> None:
+    """Raises the process's own limit as far as it may, and refuses to promise connections that it could not have."""
+    wanted = connections_max + _OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < wanted:
+            raise ConfigurationError(
+                f"--max-connections {connections_max} needs {wanted} file descriptors, and {hard} are allowed: "
+                "raise the limit (ulimit -n) or lower --max-connections"
+            )

@@ -1,0 +1,277 @@
+"""The lock server as an ASGI application.
+
+Four routes are hot: acquire, renew, release and batch. They are found by splitting the path, decoded and encoded by
+msgspec, and answered with headers that are built once; everything else goes through Starlette's router. Whatever a
+handler raises becomes an answer here: nothing gets as far as granian, whose own answer would be a bare 500.
+
+Imports `service`, `wire`, `description`, Starlette's router and what `_http` shares. Must never decide anything about
+locks.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from pgleaderlock._http.answers import Answer, Receive, Refusal, Scope, Send, answer_of, echoed_request_id, send_answer
+from pgleaderlock._http.bodies import ClientGone, Waits, check_json, read_body
+from pgleaderlock._http.hosts import HostCheck
+from pgleaderlock._http.tokens import ANYONE, Caller, Tokens
+from pgleaderlock._logging import get_logger
+from pgleaderlock.server import wire
+from pgleaderlock.server.metrics import CONTENT_TYPE, Metrics
+from pgleaderlock.server.service import Service
+from pgleaderlock.server.store import Acquire, Release, Renew
+
+__all__ = ["BATCH_BYTES_MAX", "BODY_BYTES_MAX", "LockApp"]
+
+BODY_BYTES_MAX = 16 * 1024
+BATCH_BYTES_MAX = 2 * 1024 * 1024
+
+# For probes and tools that have no token: they tell nothing about any lock.
+_OPEN_PATHS = frozenset({b"/healthz", b"/readyz", b"/openapi.json"})
+
+_acquire_decoder = msgspec.json.Decoder(wire.AcquireRequest)
+_renew_decoder = msgspec.json.Decoder(wire.RenewRequest)
+_release_decoder = msgspec.json.Decoder(wire.ReleaseRequest)
+_break_decoder = msgspec.json.Decoder(wire.BreakRequest)
+_batch_decoder = msgspec.json.Decoder(wire.BatchRequest)
+
+_HotRoute = Callable[[str, bytes, Mapping[bytes, bytes], Receive], Awaitable[Answer]]
+
+
+class LockApp:
+    """Call it with ASGI's three. `stop()` and `answered()` are for the end."""
+
+    def __init__(
+        self,
+        service: Service,
+        metrics: Metrics,
+        waits: Waits,
+        *,
+        hosts: HostCheck,
+        tokens: Tokens | None,
+        openapi: bytes,
+        access_log: bool = False,
+    ) -> None:
+        self._service = service
+        self._metrics = metrics
+        self._waits = waits
+        self._check_host = hosts
+        self._tokens = tokens
+        self._openapi = openapi
+        self._log = get_logger("pgleaderlock.server")
+        self._log_each = access_log
+        self._in_flight = 0
+        self._answered = asyncio.Event()
+        self._hot: dict[bytes, _HotRoute] = {
+            b"acquire": self._acquire,
+            b"renew": self._renew,
+            b"release": self._release,
+        }
+        self._router = Router(self._cold_routes(), redirect_slashes=False)
+
+    def stop(self) -> None:
+        """Interrupts everyone who waits: for a lock, or for the rest of a body."""
+        self._service.stop()
+        self._waits.stop()
+        if not self._in_flight:
+            self._answered.set()
+
+    async def answered(self) -> None:
+        """Returns, after `stop()`, when no request is in flight."""
+        await self._answered.wait()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        began = time.perf_counter() if self._log_each else 0.0
+        self._in_flight += 1
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        request_id = headers.get(b"x-request-id")
+        if request_id is not None:
+            request_id = echoed_request_id(request_id)
+        try:
+            answer = await self._answer(scope, headers, receive)
+            await send_answer(send, answer, request_id)
+            if self._log_each:
+                self._log_request(scope, answer, request_id, began)
+        except ClientGone:
+            pass
+        finally:
+            self._in_flight -= 1
+            if self._waits.stopping and not self._in_flight:
+                self._answered.set()
+
+    async def _answer(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
+        try:
+            return await self._route(scope, headers, receive)
+        except Refusal as refusal:
+            return answer_of(refusal)
+        except HTTPException as error:  # Starlette's router: no such path, or not with this method
+            more = tuple((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
+            text = "there is nothing at this path" if error.status_code == 404 else "not with this method"
+            return answer_of(Refusal(error.status_code, text, *more))
+        except ClientGone:
+            raise
+        except Exception as error:
+            self._log.error("request_failed", error, path=scope["path"], method=scope["method"])
+            text = "this request failed by a defect of the server: its log says more"
+            return answer_of(Refusal(503, text, (b"retry-after", b"1")))
+
+    async def _route(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
+        self._check_host(headers.get(b"host"))
+        path: bytes = scope["raw_path"]
+        caller = ANYONE
+        if self._tokens is not None and path not in _OPEN_PATHS:
+            caller = self._tokens.caller(headers.get(b"authorization"))
+        if scope["method"] == "POST":
+            parts = path.split(b"/", 5)
+            if len(parts) == 5 and parts[2] == b"locks" and parts[1] == b"v1":
+                hot = self._hot.get(parts[4])
+                if hot is not None:
+                    lock_name = wire.lock_name_of(parts[3])
+                    self._service.check_allowed(caller, lock_name)
+                    check_json(headers, BODY_BYTES_MAX)
+                    body = await read_body(receive, self._waits, BODY_BYTES_MAX)
+                    return await hot(lock_name, body, headers, receive)
+            elif path == b"/v1/batch":
+                check_json(headers, BATCH_BYTES_MAX)
+                batch = wire.decode(_batch_decoder, await read_body(receive, self._waits, BATCH_BYTES_MAX))
+                return await self._service.batch(caller, batch.operations)
+        return await self._cold(scope, receive, caller)
+
+    # --- Hot
+
+    async def _acquire(self, lock_name: str, body: bytes, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
+        asked = wire.decode(_acquire_decoder, body)
+        key = wire.idempotency_key_of(headers.get(b"idempotency-key"))
+        acquire = Acquire(lock_name, asked.owner_id, asked.ttl_ms, key)
+        if asked.wait_ms == 0:
+            return await self._service.acquire(acquire)
+
+        async def gone() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        return await self._service.acquire_waiting(acquire, asked.wait_ms, gone)
+
+    async def _renew(self, lock_name: str, body: bytes, _headers: Mapping[bytes, bytes], _receive: Receive) -> Answer:
+        asked = wire.decode(_renew_decoder, body)
+        renew = Renew(lock_name, asked.owner_id, asked.lease_id, asked.fencing_token, asked.extend_by_ms)
+        return await self._service.renew(renew)
+
+    async def _release(self, lock_name: str, body: bytes, _headers: Mapping[bytes, bytes], _receive: Receive) -> Answer:
+        asked = wire.decode(_release_decoder, body)
+        return await self._service.release(Release(lock_name, asked.owner_id, asked.lease_id, asked.fencing_token))
+
+    # --- Cold
+
+    def _cold_routes(self) -> list[Route]:
+        def route(path: str, method: str, endpoint: Callable[[Request], Awaitable[Answer]]) -> Route:
+            async def respond(request: Request) -> Response:
+                request.scope["answer"] = await endpoint(request)
+                return Response()
+
+            made = Route(path, respond, methods=[method])
+            made.methods = {method}  # Starlette adds HEAD to every GET, which we do not promise
+            return made
+
+        hot = [f"/v1/locks/{{lock}}/{verb.decode()}" for verb in self._hot]
+        return [
+            route("/v1/locks", "GET", self._list),
+            route("/v1/locks/{lock}", "GET", self._get),
+            route("/v1/locks/{lock}/break", "POST", self._break),
+            route("/healthz", "GET", self._health),
+            route("/readyz", "GET", self._readiness),
+            route("/metrics", "GET", self._show_metrics),
+            route("/openapi.json", "GET", self._describe),
+            # Answered before they come here: these two know the method that is right.
+            *(route(path, "POST", self._nothing) for path in (*hot, "/v1/batch")),
+        ]
+
+    async def _cold(self, scope: Scope, receive: Receive, caller: Caller) -> Answer:
+        # Still percent-encoded: Starlette would read the path as granian decoded it, where %2F has become a slash.
+        scope["path"] = scope["raw_path"].decode("latin-1")
+        scope["caller"] = caller
+        scope["app"] = self  # with it, the router raises for a wrong path or method instead of answering in plain text
+
+        async def unsent(_message: Mapping[str, Any]) -> None:
+            pass
+
+        await self._router(scope, receive, unsent)
+        answer: Answer = scope["answer"]
+        return answer
+
+    async def _list(self, request: Request) -> Answer:
+        prefix, cursor, limit = _list_query(request.scope["query_string"])
+        return await self._service.list_locks(request.scope["caller"], prefix, cursor, limit)
+
+    async def _get(self, request: Request) -> Answer:
+        return await self._service.get(request.scope["caller"], _lock_of(request))
+
+    async def _break(self, request: Request) -> Answer:
+        check_json(dict(request.scope["headers"]), BODY_BYTES_MAX)
+        wire.decode(_break_decoder, await read_body(request.receive, self._waits, BODY_BYTES_MAX))
+        return await self._service.break_lock(request.scope["caller"], _lock_of(request))
+
+    async def _health(self, _request: Request) -> Answer:
+        return Answer(200, wire.encode(wire.StatusReply("ok")))
+
+    async def _readiness(self, _request: Request) -> Answer:
+        await self._service.check_ready()
+        return Answer(200, wire.encode(wire.StatusReply("ready")))
+
+    async def _show_metrics(self, _request: Request) -> Answer:
+        return Answer(200, self._metrics.exposition(), content_type=CONTENT_TYPE)
+
+    async def _describe(self, _request: Request) -> Answer:
+        return Answer(200, self._openapi)
+
+    async def _nothing(self, _request: Request) -> Answer:
+        raise HTTPException(404)
+
+    def _log_request(self, scope: Scope, answer: Answer, request_id: bytes | None, began: float) -> None:
+        self._log.info(
+            "request",
+            method=scope["method"],
+            path=scope["raw_path"].decode("latin-1"),
+            status=answer.status,
+            latency_ms=(time.perf_counter() - began) * 1000,
+            client=scope["client"][0] if scope.get("client") else "-",
+            request_id=request_id.decode() if request_id is not None else "-",
+        )
+
+
+def _lock_of(request: Request) -> str:
+    return wire.lock_name_of(request.path_params["lock"].encode("latin-1"))
+
+
+def _list_query(query: bytes) -> tuple[str, str | None, int]:
+    try:
+        pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=8)
+    except ValueError:  # UnicodeDecodeError is one
+        raise Refusal(400, "the query is not percent-encoded UTF-8, or has too many fields") from None
+    given = dict(pairs)
+    if len(given) != len(pairs):
+        raise Refusal(400, "each field of the query may be given once")
+    for name in given:
+        if name not in ("prefix", "cursor", "limit"):
+            raise Refusal(400, "unknown field in the query: known are prefix, cursor and limit")
+    prefix = given.get("prefix", "")
+    cursor = given.get("cursor")
+    if prefix:
+        wire.checked_name(prefix)
+    if cursor is not None and (len(cursor) > wire.CURSOR_CHARS_MAX or not cursor.isprintable()):
+        raise Refusal(400, "cursor is not the next_cursor of a page")
+    limit = given.get("limit", str(wire.LIST_LIMIT_DEFAULT))
+    if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= wire.LIST_LIMIT_MAX):
+        raise Refusal(400, f"limit must be an integer from 1 to {wire.LIST_LIMIT_MAX}")
+    return prefix, cursor or None, int(limit)

@@ -1,0 +1,200 @@
+"""The lock server described for programs: every path, every answer, and how one leads to the next.
+
+The types come from `wire`; here is what a type cannot say. Nothing is answered that is not in this table.
+
+Imports `wire` and `_http.openapi`. Must never describe a field.
+"""
+
+import importlib.metadata
+from typing import Any
+
+import msgspec
+
+from pgleaderlock._http.openapi import Operation, Reply, document
+from pgleaderlock.server import wire
+
+__all__ = ["OPERATIONS", "openapi_bytes", "openapi_document"]
+
+_REFUSALS = {
+    400: Reply("The request is malformed: the error says where."),
+    403: Reply("Not with this token, or not by this Host name."),
+}
+_TOKEN = {401: Reply("A token is needed, or this one is unknown.", headers=["WWW-Authenticate"])}
+_BODY = {
+    408: Reply("The body did not arrive in time."),
+    413: Reply("The body is too long."),
+    415: Reply("The body is not declared as JSON."),
+}
+_STORE = {503: Reply("The store is full, busy or away, or the server is stopping.", headers=["Retry-After"])}
+_METHOD = {405: Reply("This path knows other methods.", headers=["Allow"])}
+_PATH = {404: Reply("There is nothing at this path.")}
+
+_READ = {**_REFUSALS, **_TOKEN, **_STORE, **_METHOD, **_PATH}
+_WRITE = {**_READ, **_BODY}
+
+_LOCK: dict[str, Any] = {
+    "name": "lock",
+    "in": "path",
+    "required": True,
+    "description": "The lock's name, percent-encoded.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": wire.NAME_CHARS_MAX, "pattern": wire.NAME_PATTERN},
+}
+_KEY: dict[str, Any] = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "description": "A repeated acquire with the same key and owner gets the same lease while it is good.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 200, "pattern": wire.IDEMPOTENCY_KEY_PATTERN},
+}
+_LEASE = {
+    "owner_id": "$response.body#/owner_id",
+    "lease_id": "$response.body#/lease_id",
+    "fencing_token": "$response.body#/fencing_token",
+}
+_SAME_LOCK = {"lock": "$response.body#/lock_name"}
+
+
+def _query(name: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "in": "query", "description": text, "schema": schema}
+
+
+_FROM_ACQUIRE: dict[str, dict[str, Any]] = {
+    "renew": {
+        "operationId": "renew",
+        "parameters": _SAME_LOCK,
+        "requestBody": {**_LEASE, "extend_by_ms": 5_000},
+    },
+    "release": {"operationId": "release", "parameters": _SAME_LOCK, "requestBody": dict(_LEASE)},
+    "get": {"operationId": "get", "parameters": _SAME_LOCK},
+}
+
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/v1/locks/{lock}/acquire",
+        "acquire",
+        "Take a lock, at once or when its turn has come.",
+        {
+            **_WRITE,
+            200: Reply("Granted.", wire.AcquireReply, links=_FROM_ACQUIRE),
+            409: Reply("Held by somebody else, or the store is busy.", wire.AcquireRefused),
+            429: Reply("Too many requests wait for locks.", headers=["Retry-After"]),
+        },
+        wire.AcquireRequest,
+        [_LOCK, _KEY],
+    ),
+    Operation(
+        "POST",
+        "/v1/locks/{lock}/renew",
+        "renew",
+        "Extend a lease, from now.",
+        {
+            **_WRITE,
+            200: Reply("Extended.", wire.RenewReply),
+            409: Reply("This lease is not, or no longer, the lock's.", wire.RenewRefused),
+        },
+        wire.RenewRequest,
+        [_LOCK],
+    ),
+    Operation(
+        "POST",
+        "/v1/locks/{lock}/release",
+        "release",
+        "Give a lock back. A stale lease changes nothing.",
+        {**_WRITE, 200: Reply("Released, or not the lock's lease.", wire.ReleaseReply)},
+        wire.ReleaseRequest,
+        [_LOCK],
+    ),
+    Operation(
+        "POST",
+        "/v1/batch",
+        "batch",
+        f"Up to {wire.BATCH_MAX} acquires, renewals and releases in one transaction.",
+        {**_WRITE, 200: Reply("One result for each operation, in order.", wire.BatchReply)},
+        wire.BatchRequest,
+    ),
+    Operation(
+        "GET",
+        "/v1/locks/{lock}",
+        "get",
+        "A lock as it is. One that nobody has ever taken is free.",
+        {**_READ, 200: Reply("The lock.", wire.LockReply)},
+        None,
+        [_LOCK],
+    ),
+    Operation(
+        "GET",
+        "/v1/locks",
+        "list",
+        "Locks in the order of their names.",
+        {**_READ, 200: Reply("A page of locks.", wire.ListReply)},
+        None,
+        [
+            _query("prefix", "Only names that begin so.", {"type": "string", "maxLength": wire.NAME_CHARS_MAX}),
+            _query(
+                "cursor", "`next_cursor` of the page before.", {"type": "string", "maxLength": wire.CURSOR_CHARS_MAX}
+            ),
+            _query("limit", "Locks on a page.", {"type": "integer", "minimum": 1, "maximum": wire.LIST_LIMIT_MAX}),
+        ],
+    ),
+    Operation(
+        "POST",
+        "/v1/locks/{lock}/break",
+        "break",
+        "Free a lock by force. Needs an admin token; is audited.",
+        {**_WRITE, 200: Reply("What the lock was.", wire.BreakReply)},
+        wire.BreakRequest,
+        [_LOCK],
+    ),
+    Operation(
+        "GET",
+        "/healthz",
+        "health",
+        "The process runs.",
+        {**_REFUSALS, **_METHOD, 200: Reply("It does.", wire.StatusReply)},
+        needs_token=False,
+    ),
+    Operation(
+        "GET",
+        "/readyz",
+        "ready",
+        "An acquire would work now.",
+        {**_REFUSALS, **_METHOD, **_STORE, 200: Reply("It would.", wire.StatusReply)},
+        needs_token=False,
+    ),
+    Operation(
+        "GET",
+        "/metrics",
+        "metrics",
+        "For Prometheus.",
+        {**_REFUSALS, **_METHOD, **_TOKEN, 200: Reply("The metrics.", "text/plain")},
+    ),
+    Operation(
+        "GET",
+        "/openapi.json",
+        "describe",
+        "This document.",
+        {**_REFUSALS, **_METHOD, 200: Reply("The document.", "application/json")},
+        needs_token=False,
+    ),
+)
+
+
+def openapi_document() -> dict[str, Any]:
+    try:
+        version = importlib.metadata.version("pgleaderlock")
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown"
+    info = {"title": "pgleaderlock lock server", "version": version}
+    described = document(info, OPERATIONS)
+    # A union of types without a tag, which msgspec cannot have as a field's type.
+    bodies = ("AcquireReply", "AcquireRefused", "RenewReply", "RenewRefused", "ReleaseReply", "ErrorReply")
+    result = described["components"]["schemas"]["BatchResult"]
+    result["properties"]["body"] = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in bodies]}
+    described["paths"]["/openapi.json"]["get"]["responses"]["200"]["content"] = {
+        "application/json": {"schema": {"type": "object"}}
+    }
+    return described
+
+
+def openapi_bytes() -> bytes:
+    return msgspec.json.encode(openapi_document())

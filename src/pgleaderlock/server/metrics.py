@@ -1,0 +1,76 @@
+"""The lock server's metrics: plain numbers that the event loop counts, shown to Prometheus when it asks.
+
+prometheus-client's own counters take a lock for each step, on every request. Ours are counted by one thread only, so a
+collector hands them over as they are. They live in a registry of their own: nothing global.
+
+Imports prometheus-client. Must never carry the name of a lock or an owner: each would be a time series for ever.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+__all__ = ["CONTENT_TYPE", "LATENCY_BUCKETS_MS", "OPERATIONS", "RESULTS", "Metrics"]
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
+COUNTED = ("acquire", "renew", "release")
+RESULTS = ("success", "fail", "busy")
+# A parked acquire is measured on its own: it takes as long as its client asked for.
+OPERATIONS = (*COUNTED, "acquire_wait", "batch", "get", "list", "break")
+LATENCY_BUCKETS_MS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 250.0, 500.0, 1_000.0, 5_000.0, 60_000.0)
+
+
+class Metrics(Collector):
+    """Counts, and shows. Every series is there from the start, at zero: a rate needs the step from nothing to one."""
+
+    def __init__(self) -> None:
+        self._results = {(op, result): 0 for op in COUNTED for result in RESULTS}
+        self._db_busy = dict.fromkeys(OPERATIONS, 0)
+        self._latency_buckets = {op: [0] * (len(LATENCY_BUCKETS_MS) + 1) for op in OPERATIONS}
+        self._latency_sum_ms = dict.fromkeys(OPERATIONS, 0.0)
+        self.locks_held = 0
+        self.lock_expired = 0
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def count(self, op: str, result: str) -> None:
+        self._results[op, result] += 1
+
+    def count_busy(self, op: str) -> None:
+        self._db_busy[op] += 1
+
+    def observe(self, op: str, latency_ms: float) -> None:
+        self._latency_buckets[op][bisect_left(LATENCY_BUCKETS_MS, latency_ms)] += 1
+        self._latency_sum_ms[op] += latency_ms
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
+        for op in COUNTED:
+            family = CounterMetricFamily(f"lock_{op}", f"Requests to {op}, by result", labels=["result"])
+            for result in RESULTS:
+                family.add_metric([result], self._results[op, result])
+            yield family
+        yield self._latency()
+        busy = CounterMetricFamily("lock_db_busy", "Operations refused because the store was contended", labels=["op"])
+        for op, times in self._db_busy.items():
+            busy.add_metric([op], times)
+        yield busy
+        yield GaugeMetricFamily("locks_held", "Leases that are good, as of the last sweep", self.locks_held)
+        yield CounterMetricFamily("lock_expired", "Leases that ended by expiry", self.lock_expired)
+
+    def _latency(self) -> HistogramMetricFamily:
+        family = HistogramMetricFamily("lock_op_latency_ms", "Time an operation took in the server", labels=["op"])
+        bounds = [*(str(bound) for bound in LATENCY_BUCKETS_MS), "+Inf"]
+        for op, counts in self._latency_buckets.items():
+            total = 0
+            buckets = []
+            for bound, count in zip(bounds, counts, strict=True):
+                total += count
+                buckets.append((bound, float(total)))
+            family.add_metric([op], buckets, self._latency_sum_ms[op])
+        return family

@@ -1,0 +1,143 @@
+"""The lock server put together: socket, store, service, application, monitor; and taken apart in the right order.
+
+Imports everything of `server` and `_http`; a store's module only when its URL asks for it. Must never read a setting
+from anywhere but its arguments, and never install a signal handler: that is the program's business.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+
+from pgleaderlock._http.bodies import Waits
+from pgleaderlock._http.hosts import HostCheck
+from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, check_tls, is_loopback, listen
+from pgleaderlock._http.tokens import Tokens
+from pgleaderlock._logging import get_logger
+from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
+from pgleaderlock.server.app import LockApp
+from pgleaderlock.server.description import openapi_bytes
+from pgleaderlock.server.metrics import Metrics
+from pgleaderlock.server.service import Service, ServiceLimits
+from pgleaderlock.server.store import Store, StoreError
+
+__all__ = ["LOCKS_MAX", "LockServer", "ServerError", "ServerSettings", "store_from_url"]
+
+LOCKS_MAX = 1_000_000
+_ANSWER_S = 15.0
+"""How long requests in flight have to be answered in at the end: longer than any statement of a store."""
+
+
+class ServerError(PgLeaderLockError):
+    """The server cannot start, or could not go on. The text says what to do."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    host: str = "127.0.0.1"
+    port: int = 7420
+    token_file: Path | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    tls: Tls | None = None
+    body_timeout_s: float = 10.0
+    access_log: bool = False
+    serving: ServingLimits = field(default_factory=ServingLimits)
+    service: ServiceLimits = field(default_factory=ServiceLimits)
+
+    def check(self) -> None:
+        """Raises `ConfigurationError` for what would be unsafe."""
+        if self.token_file is None and not is_loopback(self.host):
+            raise ConfigurationError(
+                f"--host {self.host} can be reached from other machines, so --token-file is needed: "
+                "see docs/server.md for its form, or leave --host away to serve this machine only"
+            )
+        if self.tls is not None:
+            check_tls(self.tls)
+
+
+def store_from_url(url: str, locks_max: int = LOCKS_MAX) -> Store:
+    """`sqlite:///relative.db`, `sqlite:////absolute.db` or `postgresql://…`. The store is not opened yet."""
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme == "sqlite":
+        if not rest.startswith("/") or len(rest) < 2:
+            raise ConfigurationError("--store: write sqlite:///locks.db, or sqlite:////var/lib/locks.db (four slashes)")
+        from pgleaderlock.server.store_sqlite import SqliteStore  # noqa: PLC0415 - needs apsw, which PostgreSQL does not.
+
+        return SqliteStore(unquote(rest[1:]), locks_max=locks_max)
+    if separator and scheme in ("postgresql", "postgres"):
+        from pgleaderlock.server.store_postgres import PostgresStore  # noqa: PLC0415 - only where it is asked for.
+
+        return PostgresStore(url, locks_max=locks_max)
+    # Not repeated in the message: it may be a DSN of another form, with a password in it.
+    raise ConfigurationError("--store must be sqlite:///path/to/locks.db or postgresql://user@host/dbname")
+
+
+class LockServer:
+    """`start`, then `stop`, each once."""
+
+    def __init__(self, store: Store, settings: ServerSettings) -> None:
+        settings.check()
+        self._store = store
+        self._settings = settings
+        self._tokens = Tokens.load(settings.token_file) if settings.token_file is not None else None
+        self._log = get_logger("pgleaderlock.server")
+        self._background: list[asyncio.Task[None]] = []
+        self.url = ""
+
+    async def start(self) -> None:
+        settings = self._settings
+        listening = listen(settings.host, settings.port)
+        try:
+            host, port = listening.getsockname()[:2]
+            try:
+                await self._store.open()
+            except StoreError as error:
+                raise ServerError(str(error)) from error
+            metrics = Metrics()
+            service = Service(self._store, metrics, settings.service)
+            waits = Waits(settings.body_timeout_s)
+            self._app = LockApp(
+                service,
+                metrics,
+                waits,
+                hosts=HostCheck([settings.host, *settings.allowed_hosts]),
+                tokens=self._tokens,
+                openapi=openapi_bytes(),
+                access_log=settings.access_log,
+            )
+            self._http = HttpServer(self._app, listening, settings.serving, settings.tls)
+        except BaseException:
+            listening.close()
+            raise
+        self._http.start()
+        self._background = [asyncio.ensure_future(service.monitor()), asyncio.ensure_future(waits.run())]
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"{'https' if settings.tls else 'http'}://{shown}:{port}"
+
+    async def ended(self) -> None:
+        """Returns if serving ends by itself, or one of the tasks behind it."""
+        tasks = [asyncio.ensure_future(self._http.ended()), *self._background]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if not task.cancelled() and task.exception() is not None:
+                    self._log.error("server_failed", task.exception())
+        finally:
+            tasks[0].cancel()
+
+    async def stop(self) -> None:
+        """Accepts nothing more, answers what is in flight, wakes who waits, closes the store."""
+        self._app.stop()
+        await self._http.stop(self._answered)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._store.close()
+
+    async def _answered(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                await self._app.answered()
+                return
+        self._log.warning("requests_unanswered", after_s=_ANSWER_S)

@@ -1,0 +1,371 @@
+"""The JSON of the lock server: what may be asked, what is answered, and where each is checked.
+
+The structs are the one place that says what is valid: requests are decoded into them, replies are encoded from them,
+the OpenAPI document is generated from them. Unknown fields are refused. An integer may be written as 5713.0: to JSON
+Schema that is an integer.
+
+Imports msgspec, `_http.answers` and the store's types. Must never wait, and never see a socket.
+"""
+
+import random
+import re
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+from msgspec import Meta
+
+from pgleaderlock._http.answers import Refusal
+from pgleaderlock.server.store import (
+    Acquire,
+    Granted,
+    Held,
+    LockView,
+    NotReleased,
+    NotRenewed,
+    Operation,
+    Outcome,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+)
+
+__all__ = [
+    "BATCH_MAX",
+    "CURSOR_CHARS_MAX",
+    "IDEMPOTENCY_KEY_PATTERN",
+    "LIST_LIMIT_DEFAULT",
+    "LIST_LIMIT_MAX",
+    "NAME_CHARS_MAX",
+    "NAME_PATTERN",
+    "WAIT_MS_MAX",
+    "AcquireRefused",
+    "AcquireReply",
+    "AcquireRequest",
+    "BatchAcquire",
+    "BatchRelease",
+    "BatchReply",
+    "BatchRequest",
+    "BatchResult",
+    "BreakReply",
+    "BreakRequest",
+    "ListReply",
+    "LockReply",
+    "ReleaseReply",
+    "ReleaseRequest",
+    "RenewRefused",
+    "RenewReply",
+    "RenewRequest",
+    "StatusReply",
+    "busy_reply",
+    "checked_name",
+    "decode",
+    "encode",
+    "idempotency_key_of",
+    "lock_name_of",
+    "lock_reply",
+    "operation_of",
+    "recommended_retry_ms",
+    "reply_of",
+]
+
+NAME_CHARS_MAX = 200
+TTL_MS_MAX = 600_000
+WAIT_MS_MAX = 60_000
+BATCH_MAX = 500
+LIST_LIMIT_MAX = 1_000
+LIST_LIMIT_DEFAULT = 100
+CURSOR_CHARS_MAX = 1_200
+TOKEN_MAX = 2**63 - 1
+
+# No control characters, no line separators, no halves of surrogate pairs. The look-ahead is for Python alone, whose `$`
+# also matches in front of a last line feed.
+NAME_PATTERN = r"^[^\u0000-\u001f\u007f-\u009f\u2028\u2029\ud800-\udfff]{1,200}(?!\n)$"
+_NAME = re.compile(NAME_PATTERN)
+_NAME_RULE = f"1 to {NAME_CHARS_MAX} characters, none of them a control character"
+_IDEMPOTENCY_KEY = re.compile(rb"[\x21-\x7e]{1,200}")
+IDEMPOTENCY_KEY_PATTERN = r"^[\u0021-\u007e]{1,200}(?!\n)$"
+
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern=NAME_PATTERN)]
+Ttl = Annotated[int, Meta(ge=1, le=TTL_MS_MAX)]
+Wait = Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)]
+Token = Annotated[int, Meta(ge=1, le=TOKEN_MAX)]
+Key = Annotated[str, Meta(min_length=1, max_length=200, pattern=IDEMPOTENCY_KEY_PATTERN)]
+
+# --- Requests
+
+
+class AcquireRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """`wait_ms`: how long to wait for the lock, first in, first out. The lease runs from the grant."""
+
+    owner_id: Name
+    ttl_ms: Ttl
+    wait_ms: Wait = 0
+
+
+class RenewRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """The lease is good for `extend_by_ms` from the moment of the renewal."""
+
+    owner_id: Name
+    lease_id: Name
+    fencing_token: Token
+    extend_by_ms: Ttl
+
+
+class ReleaseRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    owner_id: Name
+    lease_id: Name
+    fencing_token: Token
+
+
+class BreakRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+    """An empty object: the path says which lock, the token who."""
+
+
+class BatchAcquire(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="op", tag="acquire"):
+    lock_name: Name
+    owner_id: Name
+    ttl_ms: Ttl
+    idempotency_key: Key | None = None
+
+
+class BatchRenew(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="op", tag="renew"):
+    lock_name: Name
+    owner_id: Name
+    lease_id: Name
+    fencing_token: Token
+    extend_by_ms: Ttl
+
+
+class BatchRelease(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="op", tag="release"):
+    lock_name: Name
+    owner_id: Name
+    lease_id: Name
+    fencing_token: Token
+
+
+BatchOperation = BatchAcquire | BatchRenew | BatchRelease
+
+
+class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One transaction. An acquire does not wait here."""
+
+    operations: Annotated[list[BatchOperation], Meta(min_length=1, max_length=BATCH_MAX)]
+
+
+# --- Replies
+
+
+class AcquireReply(msgspec.Struct, frozen=True, gc=False):
+    acquired: bool
+    lock_name: str
+    owner_id: str
+    lease_id: str
+    fencing_token: int
+    lease_expiry_ms: int
+    waited_ms: int
+    replayed: bool
+
+
+class AcquireRefused(msgspec.Struct, frozen=True, gc=False):
+    """With BUSY_RETRY the server does not know the owner: both are null."""
+
+    acquired: bool
+    lock_name: str
+    current_owner_id: str | None
+    current_expiry_ms: int | None
+    recommended_retry_ms: int
+    reason: Literal["HELD", "BUSY_RETRY"]
+
+
+class RenewReply(msgspec.Struct, frozen=True, gc=False):
+    renewed: bool
+    lease_expiry_ms: int
+
+
+class RenewRefused(msgspec.Struct, frozen=True, gc=False):
+    renewed: bool
+    reason: Literal["NOT_OWNER_OR_EXPIRED"]
+
+
+class ReleaseReply(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """`reason` is there when nothing was released."""
+
+    released: bool
+    reason: Literal["NOT_OWNER"] | msgspec.UnsetType = msgspec.UNSET
+
+
+class LockReply(msgspec.Struct, frozen=True, gc=False):
+    """`lease_id` is null for everybody but an admin."""
+
+    lock_name: str
+    held: bool
+    owner_id: str | None
+    lease_id: str | None
+    fencing_token: int
+    lease_expiry_ms: int | None
+    version: int
+    waiters: int
+
+
+class ListReply(msgspec.Struct, frozen=True):
+    locks: list[LockReply]
+    next_cursor: str | None
+
+
+class BreakReply(msgspec.Struct, frozen=True):
+    """`was`: the lock as it was before."""
+
+    broken: bool
+    was: LockReply
+
+
+class BatchResult(msgspec.Struct, frozen=True):
+    """What the single operation would have answered."""
+
+    status: int
+    body: Any
+
+
+class BatchReply(msgspec.Struct, frozen=True):
+    results: list[BatchResult]
+
+
+class StatusReply(msgspec.Struct, frozen=True):
+    status: str
+
+
+encode = msgspec.json.Encoder().encode
+
+_T = TypeVar("_T")
+_REGEX_IN_MESSAGE = re.compile(r"matching regex '.*?'(?= - at|$)")
+
+
+def decode(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
+    """The request in `body`. Raises `Refusal` 400 that says which field is wrong."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise _malformed(error) from None
+    except (ValueError, RecursionError) as error:  # msgspec's DecodeError and UnicodeDecodeError are ValueErrors
+        raise _malformed(error) from None
+    try:
+        return msgspec.convert(_with_integers(msgspec.json.decode(body)), decoder.type)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(error) from None
+
+
+def _with_integers(value: Any) -> Any:
+    """No field of ours is a float: each that stands for an integer becomes one."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _with_integers(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return [_with_integers(member) for member in value]
+    return value
+
+
+def _malformed(error: Exception) -> Refusal:
+    if isinstance(error, UnicodeDecodeError):
+        return Refusal(400, "the body is not UTF-8")
+    if isinstance(error, RecursionError):
+        return Refusal(400, "the body is nested too deeply")
+    return Refusal(400, _REGEX_IN_MESSAGE.sub(f"of {_NAME_RULE}", str(error)))
+
+
+def lock_name_of(segment: bytes) -> str:
+    """A lock's name from its segment of the path, percent-decoded once. Raises `Refusal` 400."""
+    if b"%" in segment:
+        if re.search(rb"%(?![0-9A-Fa-f]{2})", segment):
+            raise Refusal(400, "the lock name in the path has a % that begins no escape: write %25")
+        segment = unquote_to_bytes(segment)
+    try:
+        name = segment.decode()
+    except UnicodeDecodeError:
+        raise Refusal(400, "the lock name in the path is not UTF-8") from None
+    return checked_name(name)
+
+
+def checked_name(name: str) -> str:
+    if not _NAME.match(name):
+        raise Refusal(400, f"a lock name has {_NAME_RULE}")
+    return name
+
+
+def idempotency_key_of(header: bytes | None) -> str | None:
+    if header is None:
+        return None
+    if not _IDEMPOTENCY_KEY.fullmatch(header):
+        raise Refusal(400, "Idempotency-Key must be 1 to 200 printable ASCII characters without blanks")
+    return header.decode("ascii")
+
+
+def operation_of(item: BatchOperation) -> Operation:
+    """What a batch's item asks of the store."""
+    if isinstance(item, BatchAcquire):
+        return Acquire(item.lock_name, item.owner_id, item.ttl_ms, item.idempotency_key)
+    if isinstance(item, BatchRenew):
+        return Renew(item.lock_name, item.owner_id, item.lease_id, item.fencing_token, item.extend_by_ms)
+    return Release(item.lock_name, item.owner_id, item.lease_id, item.fencing_token)
+
+
+RETRY_MS_MIN = 10
+RETRY_MS_SPREAD_MIN = 50
+RETRY_MS_TARGET_MAX = 2_000
+
+
+def recommended_retry_ms(remaining_ms: int) -> int:
+    """When to come back: when the lease runs out if that is near, within 3 s in any case (it may be released before),
+    and spread, so that those who were refused together do not come back together."""
+    target = min(max(remaining_ms, 0), RETRY_MS_TARGET_MAX)
+    return max(RETRY_MS_MIN, target + int(random.random() * max(RETRY_MS_SPREAD_MIN, target / 2)))
+
+
+def reply_of(outcome: Outcome) -> tuple[int, msgspec.Struct]:
+    """Status and body of an outcome. `StoreFull` is not one of them: it is a refusal of the service's."""
+    match outcome:
+        case Granted():
+            return 200, AcquireReply(
+                True,
+                outcome.lock_name,
+                outcome.owner_id,
+                outcome.lease_id,
+                outcome.fencing_token,
+                outcome.lease_expiry_ms,
+                outcome.waited_ms,
+                outcome.replayed,
+            )
+        case Held():
+            retry_ms = recommended_retry_ms(outcome.remaining_ms)
+            return 409, AcquireRefused(
+                False, outcome.lock_name, outcome.current_owner_id, outcome.current_expiry_ms, retry_ms, "HELD"
+            )
+        case Renewed():
+            return 200, RenewReply(True, outcome.lease_expiry_ms)
+        case NotRenewed():
+            return 409, RenewRefused(False, "NOT_OWNER_OR_EXPIRED")
+        case Released():
+            return 200, ReleaseReply(True)
+        case NotReleased():
+            return 200, ReleaseReply(False, "NOT_OWNER")
+    raise AssertionError(f"no reply for {outcome!r}")
+
+
+def busy_reply(lock_name: str) -> AcquireRefused:
+    return AcquireRefused(False, lock_name, None, None, recommended_retry_ms(0), "BUSY_RETRY")
+
+
+def lock_reply(view: LockView, *, show_lease_id: bool) -> LockReply:
+    return LockReply(
+        view.lock_name,
+        view.held,
+        view.owner_id,
+        view.lease_id if show_lease_id else None,
+        view.fencing_token,
+        view.lease_expiry_ms,
+        view.version,
+        view.waiters,
+    )

@@ -1,0 +1,116 @@
+"""A real lock server: `pgleaderlock serve` as a process of its own, on a free port of this machine.
+
+    with lock_server(tmp_path) as server:                 # no tokens
+        server.url, server.host, server.port
+    with lock_server(tmp_path, tokens=True) as server:    # server.admin_token, .token (any lock), .prefix_token ("team/")
+
+Imports the standard library and `support.program`. What a test changes is in its own folder.
+"""
+
+import contextlib
+import http.client
+import json
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.program import PATIENCE_S, Program, running
+
+__all__ = ["ADMIN_TOKEN", "PLAIN_TOKEN", "PREFIX", "PREFIX_TOKEN", "LockServerProcess", "Reply", "lock_server"]
+
+ADMIN_TOKEN = "admin-token-for-tests-0001"
+PLAIN_TOKEN = "plain-token-for-tests-0002"
+PREFIX_TOKEN = "prefix-token-for-tests-0003"
+PREFIX = "team/"
+
+TOKEN_FILE = f"""
+[[token]]
+name = "root"
+token = "{ADMIN_TOKEN}"
+admin = true
+
+[[token]]
+name = "worker"
+token = "{PLAIN_TOKEN}"
+
+[[token]]
+name = "team"
+token = "{PREFIX_TOKEN}"
+prefix = "{PREFIX}"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class LockServerProcess:
+    """A running server. `token`, `prefix_token` and `admin_token` are None on a server without tokens."""
+
+    def __init__(self, program: Program, url: str, *, tokens: bool) -> None:
+        self.program = program
+        self.url = url
+        self.host, port = re.fullmatch(r"https?://(.*):(\d+)", url).groups()  # type: ignore[union-attr]
+        self.port = int(port)
+        self.token = PLAIN_TOKEN if tokens else None
+        self.prefix_token = PREFIX_TOKEN if tokens else None
+        self.admin_token = ADMIN_TOKEN if tokens else None
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        token: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply:
+        """One request on a connection of its own. `body` is sent as JSON, or as it is if it is bytes."""
+        given: dict[str, str] = {} if body is None else {"Content-Type": "application/json"}
+        token = token if token is not None else self.token
+        if token:
+            given["Authorization"] = f"Bearer {token}"
+        given |= headers or {}
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=PATIENCE_S)
+        with contextlib.closing(connection):
+            connection.request(method, path, data, given)
+            answer = connection.getresponse()
+            shown = {name.lower(): value for name, value in answer.getheaders()}
+            return Reply(answer.status, shown, answer.read())
+
+    def stop(self) -> int:
+        """Ends it gracefully; gives its exit code."""
+        self.program.signal(signal.SIGTERM)
+        return self.program.end()
+
+
+@contextlib.contextmanager
+def lock_server(
+    folder: Path, *options: str, store: str | None = None, port: int = 0, tokens: bool = False
+) -> Iterator[LockServerProcess]:
+    """Starts a server whose store is a new SQLite file in `folder`, unless `store` says otherwise; kills it at the end.
+
+    A second server with the same `folder` and without `store` finds the first one's file: that is a restart.
+    """
+    arguments = ["serve", "--port", str(port), "--store", store or f"sqlite:///{folder}/locks.db", *options]
+    if tokens:
+        token_file = folder / "tokens.toml"
+        token_file.write_text(TOKEN_FILE)
+        token_file.chmod(0o600)
+        arguments += ["--token-file", str(token_file)]
+    with running(*arguments) as program:
+        program.until("listening on ", "out")
+        program.until("\n", "out")
+        found = re.search(r"listening on (\S+)", program.out)
+        assert found is not None
+        yield LockServerProcess(program, found[1], tokens=tokens)
