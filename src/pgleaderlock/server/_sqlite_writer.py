@@ -1,0 +1,233 @@
+"""The one thread that writes to the file of the SQLite store: takes what has gathered, does it in one transaction, and
+answers when that is on the disk (group commit).
+
+Imports apsw, the clock and its neighbours. Must never answer before the commit has returned, and never decide about a
+lock: the rules are in `_sqlite_locks`.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+from pgleaderlock._clock import Clock
+from pgleaderlock.server._sqlite_file import Identity, explained, sql
+from pgleaderlock.server._sqlite_locks import Locks
+from pgleaderlock.server._sqlite_waiting import Ticket
+from pgleaderlock.server.store import Operation, StoreError
+
+__all__ = ["Apply", "Call", "Cancel", "Tick", "Writer"]
+
+META = sql("meta")
+GROUP_OPERATIONS_MAX = 2_000
+CANCELS_OWED_MAX = 10_000
+
+Apply = tuple["asyncio.Future[Any]", Sequence[Operation]]
+"""A request of operations: the commonest item, and so the cheapest to make."""
+
+
+class Call:
+    """Anything else that is to be done inside a transaction, all or nothing."""
+
+    __slots__ = ("do", "future")
+
+    def __init__(self, future: "asyncio.Future[Any]", do: Callable[[Locks], object]) -> None:
+        self.future = future
+        self.do = do
+
+
+class Cancel:
+    """A ticket whose owner has gone. It is owed until a transaction with it has been committed."""
+
+    __slots__ = ("ticket",)
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+
+
+class Tick:
+    """Something on the agenda is due."""
+
+
+class Stop:
+    __slots__ = ("future",)
+
+    def __init__(self, future: "asyncio.Future[Any]") -> None:
+        self.future = future
+
+
+Item = Apply | Ticket | Call | Cancel | Tick | Stop
+Settle = Callable[[list[tuple["asyncio.Future[Any]", Any]], int | None], None]
+
+
+class Writer:
+    """Items go in from the event loop's thread, answers come back to it: one call a transaction."""
+
+    def __init__(
+        self,
+        connection: apsw.Connection,
+        locks: Locks,
+        *,
+        run: int,
+        path: Path,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        settle: Settle,
+    ) -> None:
+        self._connection = connection
+        self._locks = locks
+        self._run_number = run
+        self._path = path
+        self._clock = clock
+        self._loop = loop
+        self._settle = settle
+        self._identity = Identity(path)
+        self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self.put = self._items.put
+        self.queued = self._items.qsize
+        self._owed: list[Cancel] = []
+        self._thread = threading.Thread(target=self._work, name="pgleaderlock lock writer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, done: "asyncio.Future[Any]") -> None:
+        """Finishes what was put before; `done` is answered when the file is closed."""
+        self.put(Stop(done))
+
+    def join(self) -> None:
+        self._thread.join()
+
+    # --- In the thread
+
+    def _work(self) -> None:
+        while True:
+            group, stop = self._take()
+            answers = self._transact(group, closing=stop is not None)
+            if stop is not None:
+                self._connection.close(True)
+                answers.append((stop.future, None))
+            with contextlib.suppress(RuntimeError):  # the application's loop is gone, and nobody waits
+                self._loop.call_soon_threadsafe(self._settle, answers, self._locks.room.next_due_ns)
+            if stop is not None:
+                return
+
+    def _take(self) -> tuple[list[Item], Stop | None]:
+        """Waits for the first item; takes all that have gathered behind it, within bounds."""
+        get_nowait = self._items.get_nowait
+        item = self._items.get()
+        group: list[Item] = []
+        operations = 0
+        try:
+            while True:
+                if type(item) is Stop:
+                    return group, item
+                group.append(item)
+                operations += len(item[1]) if type(item) is tuple else 1
+                if operations >= GROUP_OPERATIONS_MAX:
+                    return group, None
+                item = get_nowait()
+        except queue.Empty:
+            return group, None
+
+    def _transact(self, group: list[Item], *, closing: bool) -> list[tuple["asyncio.Future[Any]", Any]]:
+        """One transaction for the group. If it cannot be committed, nobody of it is told of anything but that."""
+        locks = self._locks
+        before = locks.rows, locks.held
+        cancels = self._owed + [item for item in group if type(item) is Cancel]
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._verify()
+            # Read after the last item was taken: no lease runs from before its owner asked for it.
+            locks.begin(int(self._clock.now() * 1e9), time.time_ns())
+            for cancel in cancels:
+                locks.cancel(cancel.ticket)
+            for item in group:
+                self._do(item)
+            if closing:
+                locks.close()
+            self._connection.execute("COMMIT")
+        except Exception as error:  # whatever it is: nothing of this group is durable
+            self._roll_back()
+            locks.rows, locks.held = before
+            self._owed = cancels[-CANCELS_OWED_MAX:]
+            return self._failed(group, explained(error, self._path), closing=closing)
+        self._owed = []
+        return locks.answers
+
+    def _do(self, item: Item) -> None:
+        """One item. What fails alone is answered alone; what has ended the transaction is raised."""
+        locks = self._locks
+        if type(item) is tuple:
+            future: asyncio.Future[Any] = item[0]
+            try:
+                locks.answers.append((future, locks.apply(item[1])))
+            except Exception as error:
+                self._fail_alone(future, error)
+        elif type(item) is Ticket:
+            try:
+                locks.wait(item)
+            except Exception as error:
+                self._fail_alone(item.future, error)
+        elif type(item) is Call:
+            self._call(item)
+
+    def _call(self, call: Call) -> None:
+        locks = self._locks
+        before = locks.rows, locks.held
+        self._connection.execute("SAVEPOINT call")
+        try:
+            outcome = call.do(locks)
+        except Exception as error:
+            self._fail_alone(call.future, error)
+            self._connection.execute("ROLLBACK TO call")
+            locks.rows, locks.held = before
+        else:
+            locks.answers.append((call.future, outcome))
+        self._connection.execute("RELEASE call")
+        locks.serve_freed()
+
+    def _fail_alone(self, future: "asyncio.Future[Any]", error: Exception) -> None:
+        if not self._connection.in_transaction or isinstance(error, apsw.FullError | apsw.IOError | apsw.CorruptError):
+            raise error
+        self._locks.answers.append((future, explained(error, self._path)))
+
+    def _verify(self) -> None:
+        """Twice sure that nobody else writes: the claim may be lost with its file, the run number is in the data."""
+        self._identity.verify()
+        if self._connection.execute(META, ("run",)).get != self._run_number:
+            raise StoreError(
+                f"{self._path} was opened by another lock server: this one grants nothing any more. Stop one of them, "
+                "give it a file of its own, or let both share a PostgreSQL store"
+            )
+
+    def _roll_back(self) -> None:
+        with contextlib.suppress(apsw.Error):  # it may have ended by itself, and then there is nothing to roll back
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+
+    def _failed(self, group: list[Item], error: Exception, *, closing: bool) -> list[tuple["asyncio.Future[Any]", Any]]:
+        room = self._locks.room
+        futures = [future for future, _ in self._locks.answers]
+        for item in group:
+            if type(item) is tuple:
+                futures.append(item[0])
+            elif type(item) is Ticket:
+                room.remove(item)
+                futures.append(item.future)
+            elif type(item) is Call:
+                futures.append(item.future)
+        if closing:
+            for line in list(room.lines.values()):
+                for ticket in list(line.tickets):
+                    room.remove(ticket)
+                    futures.append(ticket.future)
+        room.look_at_all(int(self._clock.now() * 1e9))
+        # Each has an exception of its own: whoever raises it adds a traceback to it.
+        return [(future, type(error)(*error.args)) for future in dict.fromkeys(futures)]

@@ -1,0 +1,112 @@
+"""The stores that the conformance suite runs on: how each is opened, how its time passes, how it is opened again.
+
+To add a store, write a `Place` for it and one line in `STORES`. Imports pytest, the stores and the fakes.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+import pytest
+
+from fakes import FakeClock
+from pgleaderlock.server.store import Acquire, Granted, Held, Release, Renew, Store
+from pgleaderlock.server.store_sqlite import SqliteStore
+
+__all__ = ["PATIENCE_S", "STORES", "OpenPlace", "Place", "acquired", "held", "release_of", "renew_of", "until_waiting"]
+
+# Not asserted anywhere: only the bound after which a test gives up instead of hanging.
+PATIENCE_S = 20.0
+
+
+class Place(Protocol):
+    """A store that is open, and what a test may do to it from outside."""
+
+    @property
+    def store(self) -> Store: ...
+
+    async def pass_ms(self, passed_ms: int) -> None:
+        """Time passes, for leases and for those who wait. Comes back at once or when it has."""
+
+    async def reopen(self) -> None:
+        """The server stops and starts again; `store` is a new one, on the same data."""
+
+
+class OpenPlace(Protocol):
+    """Opens a store with nothing in it, that holds so many locks at most."""
+
+    def __call__(self, *, locks_max: int = 100_000) -> AbstractAsyncContextManager[Place]: ...
+
+
+# --- SQLite
+
+
+class SqlitePlace:
+    def __init__(self, path: Any, **options: Any) -> None:
+        self.clock = FakeClock()
+        self._path = path
+        self._options = options
+        self.store = self._store()
+
+    def _store(self) -> SqliteStore:
+        return SqliteStore(self._path, clock=self.clock, **self._options)
+
+    async def pass_ms(self, passed_ms: int) -> None:
+        self.clock.advance(passed_ms / 1000)
+
+    async def reopen(self) -> None:
+        await self.store.close()
+        self.store = self._store()
+        await self.store.open()
+
+
+def _sqlite(request: pytest.FixtureRequest) -> OpenPlace:
+    folder = request.getfixturevalue("tmp_path")
+
+    @contextlib.asynccontextmanager
+    async def opened(*, locks_max: int = 100_000) -> AsyncIterator[Place]:
+        place = SqlitePlace(folder / "locks.db", locks_max=locks_max)
+        await place.store.open()
+        try:
+            yield place
+        finally:
+            await place.store.close()
+
+    return opened
+
+
+STORES: dict[str, Callable[[pytest.FixtureRequest], OpenPlace]] = {"sqlite": _sqlite}
+
+
+# --- What most tests say
+
+
+async def acquired(store: Store, lock_name: str, owner_id: str = "alice", ttl_ms: int = 30_000) -> Granted:
+    """An acquire that must be granted."""
+    (outcome,) = await store.apply([Acquire(lock_name, owner_id, ttl_ms)])
+    assert isinstance(outcome, Granted), outcome
+    return outcome
+
+
+async def held(store: Store, lock_name: str, owner_id: str = "bob") -> Held:
+    """An acquire that must be refused."""
+    (outcome,) = await store.apply([Acquire(lock_name, owner_id, 30_000)])
+    assert isinstance(outcome, Held), outcome
+    return outcome
+
+
+def renew_of(lease: Granted, extend_by_ms: int = 30_000) -> Renew:
+    return Renew(lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token, extend_by_ms)
+
+
+def release_of(lease: Granted) -> Release:
+    return Release(lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token)
+
+
+async def until_waiting(store: Store, lock_name: str, waiters: int) -> None:
+    """Returns once so many wait for this lock. The view is the only one who tells, and it must be asked."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (await store.get(lock_name)).waiters != waiters:
+            await asyncio.sleep(0.001)
