@@ -37,7 +37,7 @@ from pgleaderlock import (
 )
 from pgleaderlock.errors import ConnectionError
 from pgleaderlock.ledger import Bump, Ledger
-from pgleaderlock.migrate import migrate
+from pgleaderlock.migrate import LEDGER_VERSION, migrate
 from support.counts import count
 from support.elections import (
     HASTY,
@@ -766,8 +766,8 @@ async def test_without_a_ledger_start_says_migrate_and_leaves_nothing(dsn: str) 
     ("sql", "remedy"),
     [
         ("DELETE FROM pgleaderlock.schema_version", "pgleaderlock migrate"),
-        ("UPDATE pgleaderlock.schema_version SET version = -1", "pgleaderlock migrate"),
-        ("UPDATE pgleaderlock.schema_version SET version = 3", "upgrade"),
+        ("UPDATE pgleaderlock.schema_version SET version = version - 2", "pgleaderlock migrate"),
+        ("UPDATE pgleaderlock.schema_version SET version = version + 2", "upgrade"),
         ("DROP FUNCTION pgleaderlock.open_session", "pgleaderlock migrate"),
     ],
 )
@@ -782,9 +782,10 @@ async def test_a_ledger_that_does_not_fit_is_refused_with_the_remedy(dsn: str, s
 
 async def test_a_ledger_one_version_newer_or_older_serves(dsn: str) -> None:
     with fresh_database(dsn, ledger=True) as own:
-        for version in (2, 0):
+        for version in (LEDGER_VERSION + 1, LEDGER_VERSION - 1):
             with admin(own) as conn:
-                conn.execute("UPDATE pgleaderlock.schema_version SET version = %s", (version,))
+                conn.execute("DELETE FROM pgleaderlock.schema_version")
+                conn.execute("INSERT INTO pgleaderlock.schema_version (version) VALUES (%s)", (version,))
             async with LeaderElection(own, f"r{version}", **STEADY) as election:
                 await opens(election, f"r{version}")
 

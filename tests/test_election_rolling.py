@@ -107,7 +107,7 @@ async def test_a_ledger_two_versions_apart_is_refused_with_the_remedy_and_nothin
     assert await sessions(database) == 0
 
 
-@pytest.mark.parametrize("version", [0, 1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 async def test_this_library_serves_a_ledger_of_the_version_before_and_after(database: str, version: int) -> None:
     """As it is today: the same without any pretence about the library."""
     await say_version(database, version)
@@ -115,8 +115,23 @@ async def test_this_library_serves_a_ledger_of_the_version_before_and_after(data
         assert await election.gate("role").wait_open(WAIT_S)
 
 
+async def test_an_election_needs_nothing_of_the_second_version(
+    dsn: str, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ledger as an older library made it: without a single table of the lock server."""
+    first = {1: migrate._migrations()[1]}
+    async with await psycopg.AsyncConnection.connect(database, autocommit=True) as dba:
+        await dba.execute("DROP SCHEMA pgleaderlock CASCADE")
+    with monkeypatch.context() as older:
+        older.setattr(migrate, "_migrations", lambda: first)
+        older.setattr(migrate, "LEDGER_VERSION", 1)
+        assert await migrate.migrate(database) == [1]
+    async with LeaderElection(database, "role") as election:
+        assert await election.gate("role").wait_open(WAIT_S)
+
+
 async def test_this_library_refuses_a_ledger_that_is_two_versions_newer(database: str) -> None:
-    await say_version(database, 3)
+    await say_version(database, 4)
     with pytest.raises(SchemaError, match="upgrade"):
         await LeaderElection(database, "role").start()
     assert await sessions(database) == 0
@@ -125,7 +140,7 @@ async def test_this_library_refuses_a_ledger_that_is_two_versions_newer(database
 async def test_a_leader_leads_on_while_the_ledger_is_upgraded_under_it_and_others_join(database: str) -> None:
     async with LeaderElection(database, "role", **QUICK) as leader:
         assert await leader.gate("role").wait_open(WAIT_S)
-        await say_version(database, 2)
+        await say_version(database, migrate.LEDGER_VERSION + 1)
         async with LeaderElection(database, "role", **QUICK) as late:
             epoch = leader.gate("role").current_epoch
             await leader.step_down("role")

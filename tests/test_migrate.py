@@ -21,6 +21,7 @@ from support.fencing import Leader, database, ledger_database, plain_role, until
 from support.program import command
 
 NODES = 20
+VERSIONS = list(range(1, LEDGER_VERSION + 1))
 # What a run-time role may call; everything else of the ledger is refused to it.
 RUN_TIME = {
     "open_session",
@@ -81,29 +82,31 @@ def add_version(dsn: str, version: int) -> None:
         conn.execute("INSERT INTO pgleaderlock.schema_version (version) VALUES (%s)", (version,))
 
 
-def second_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def next_version(monkeypatch: pytest.MonkeyPatch) -> int:
     """The library as it will be one day: with another migration."""
-    text = "CREATE TABLE pgleaderlock.two (); INSERT INTO pgleaderlock.schema_version (version) VALUES (2);"
-    files = {**migrations._migrations(), 2: text}
+    version = LEDGER_VERSION + 1
+    text = f"CREATE TABLE pgleaderlock.next (); INSERT INTO pgleaderlock.schema_version (version) VALUES ({version});"
+    files = {**migrations._migrations(), version: text}
     monkeypatch.setattr(migrations, "_migrations", lambda: files)
-    monkeypatch.setattr(migrations, "LEDGER_VERSION", 2)
+    monkeypatch.setattr(migrations, "LEDGER_VERSION", version)
+    return version
 
 
 # --- Made once, never half
 
 
 async def test_the_first_run_makes_the_ledger_and_the_next_finds_nothing_to_do(empty: str) -> None:
-    assert await pending(empty) == [1]
-    assert await migrate(empty) == [1]
+    assert await pending(empty) == VERSIONS
+    assert await migrate(empty) == VERSIONS
     assert await pending(empty) == []
     assert await migrate(empty) == []
-    assert versions(empty) == [LEDGER_VERSION]
+    assert versions(empty) == VERSIONS
 
 
 async def test_of_twenty_nodes_that_start_at_once_exactly_one_applies_each_version(empty: str) -> None:
     for _ in range(count(2, 10)):
         answers = await asyncio.gather(*(migrate(empty) for _ in range(NODES)))
-        assert sorted(answers) == [[]] * (NODES - 1) + [[1]]
+        assert sorted(version for applied in answers for version in applied) == VERSIONS
         with psycopg.connect(empty, autocommit=True) as conn:
             conn.execute("DROP SCHEMA pgleaderlock CASCADE")
 
@@ -115,7 +118,8 @@ async def test_whoever_comes_second_waits_and_then_finds_it_done(empty: str) -> 
         await until_waiting(empty, 2)
         assert not has_schema(empty)
         await first.rollback()
-        assert sorted([await other for other in others]) == [[], [1]]
+        answers = [await other for other in others]
+        assert sorted(version for applied in answers for version in applied) == VERSIONS
 
 
 async def test_a_migration_that_fails_leaves_nothing_behind(empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,24 +133,24 @@ async def test_a_migration_that_fails_leaves_nothing_behind(empty: str, monkeypa
 async def test_versions_are_applied_in_order_and_only_those_that_are_missing(
     empty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await migrate(empty) == [1]
-    second_version(monkeypatch)
-    assert await pending(empty) == [2]
-    assert await migrate(empty) == [2]
+    assert await migrate(empty) == VERSIONS
+    version = next_version(monkeypatch)
+    assert await pending(empty) == [version]
+    assert await migrate(empty) == [version]
     with psycopg.connect(empty, autocommit=True) as conn:
         conn.execute("DROP SCHEMA pgleaderlock CASCADE")
-    assert await migrate(empty) == [1, 2]
-    assert versions(empty) == [1, 2]
+    assert await migrate(empty) == [*VERSIONS, version]
+    assert versions(empty) == [*VERSIONS, version]
 
 
-async def test_a_second_version_that_fails_leaves_the_first_as_it_was(
+async def test_a_later_version_that_fails_leaves_the_earlier_ones_as_they_were(
     empty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second_version(monkeypatch)
-    migrations._migrations()[2] = "DROP TABLE pgleaderlock.terms; SELECT 1 / 0;"
-    with pytest.raises(SchemaError, match="migration 2 failed"):
+    version = next_version(monkeypatch)
+    migrations._migrations()[version] = "DROP TABLE pgleaderlock.terms; SELECT 1 / 0;"
+    with pytest.raises(SchemaError, match=f"migration {version} failed"):
         await migrate(empty)
-    assert versions(empty) == [1]
+    assert versions(empty) == VERSIONS
     assert rows(empty, "SELECT count(*) FROM pgleaderlock.terms") == [(0,)]
 
 
@@ -156,13 +160,13 @@ async def test_the_dbas_defaults_do_not_matter(empty: str) -> None:
         for setting in ("default_transaction_read_only = on", "default_transaction_isolation = 'serializable'"):
             conn.execute(f'ALTER DATABASE "{name}" SET {setting}'.encode())
     answers = await asyncio.gather(*(migrate(empty) for _ in range(5)))
-    assert sorted(answers) == [[]] * 4 + [[1]]
+    assert sorted(version for applied in answers for version in applied) == VERSIONS
 
 
 # --- One version apart, in both directions
 
 
-@pytest.mark.parametrize("version", [None, -1])
+@pytest.mark.parametrize("version", [None, LEDGER_VERSION - 2])
 def test_a_missing_or_older_ledger_is_refused_with_what_to_run(version: int | None) -> None:
     with pytest.raises(SchemaError, match="run `pgleaderlock migrate`"):
         check_schema(version)
@@ -181,7 +185,7 @@ def test_a_ledger_that_is_two_versions_newer_asks_for_a_newer_library() -> None:
 async def test_a_ledger_one_version_newer_is_left_alone(ledger: str) -> None:
     add_version(ledger, LEDGER_VERSION + 1)
     assert await migrate(ledger) == []
-    assert versions(ledger) == [LEDGER_VERSION, LEDGER_VERSION + 1]
+    assert versions(ledger) == [*VERSIONS, LEDGER_VERSION + 1]
 
 
 async def test_a_much_newer_ledger_is_refused_and_not_touched(ledger: str) -> None:
@@ -189,7 +193,7 @@ async def test_a_much_newer_ledger_is_refused_and_not_touched(ledger: str) -> No
     for attempt in (migrate(ledger), pending(ledger), migrate(ledger, grant_to="pg_monitor")):
         with pytest.raises(SchemaError, match=f"version is {LEDGER_VERSION + 2}.*upgrade the library"):
             await attempt
-    assert versions(ledger) == [LEDGER_VERSION, LEDGER_VERSION + 2]
+    assert versions(ledger) == [*VERSIONS, LEDGER_VERSION + 2]
     assert rows(ledger, "SELECT has_schema_privilege('pg_monitor', 'pgleaderlock', 'USAGE')") == [(False,)]
 
 
@@ -200,7 +204,7 @@ async def test_a_role_that_may_not_create_a_schema_is_told_who_should(empty: str
     with plain_role(empty) as dsn:
         with pytest.raises(SchemaError, match=r"may not create a schema in database .*--print"):
             await migrate(dsn)
-        assert await pending(dsn) == [1]
+        assert await pending(dsn) == VERSIONS
     assert not has_schema(empty)
 
 
@@ -211,14 +215,14 @@ async def test_a_schema_of_a_stranger_is_not_filled(empty: str) -> None:
         with pytest.raises(SchemaError, match=f"belongs to role {user(dsn)}, and this is 'postgres'"):
             await migrate(empty)
         assert rows(empty, "SELECT relname FROM pg_class WHERE relnamespace = 'pgleaderlock'::regnamespace") == []
-        assert await migrate(dsn) == [1]  # its owner may
+        assert await migrate(dsn) == VERSIONS  # its owner may
 
 
 async def test_an_owner_without_special_rights_serves_another_plain_role(empty: str) -> None:
     with plain_role(empty) as owner, plain_role(empty) as node:
         with psycopg.connect(empty, autocommit=True) as conn:
             conn.execute(f'CREATE SCHEMA pgleaderlock AUTHORIZATION "{user(owner)}"'.encode())
-        assert await migrate(owner, grant_to=user(node)) == [1]
+        assert await migrate(owner, grant_to=user(node)) == VERSIONS
         with Leader(node, "plain") as leader, psycopg.connect(node, autocommit=True) as conn:
             token = leader.win()
             leader.settle()
@@ -266,7 +270,7 @@ async def test_a_role_that_does_not_exist_is_named_and_the_name_is_only_a_name(l
     with plain_role(ledger, nasty) as dsn:
         await migrate(ledger, grant_to=nasty)
         assert await migrate(dsn) == []
-    assert versions(ledger) == [1]
+    assert versions(ledger) == VERSIONS
 
 
 # --- What a run-time role can and cannot do
@@ -290,7 +294,10 @@ def test_a_run_time_role_may_call_exactly_the_run_time_functions_and_read(ledger
         ),
     )
     assert {name for name, *_ in tables} >= {"sessions", "leaders", "terms", "events", "requests", "leader_state"}
-    assert {tuple(rest) for _, *rest in tables} == {(True, False, False)}
+    # Of a lock server's tables it may not even read one: whoever can read a lease's id can act as its holder.
+    theirs = {name for name, *_ in tables if name.startswith("lock_")}
+    assert {tuple(rest) for name, *rest in tables if name not in theirs} == {(True, False, False)}
+    assert {tuple(rest) for name, *rest in tables if name in theirs} == {(False, False, False)}
     assert rows(ledger, "SELECT has_schema_privilege(%s, 'pgleaderlock', 'CREATE')", user(runtime)) == [(False,)]
 
 
@@ -408,7 +415,7 @@ def test_nothing_of_the_callers_can_be_slipped_in(ledger: str, runtime: str) -> 
         assert caught.value.sqlstate == "PGL01"
 
 
-@pytest.mark.parametrize("name", ["grants", "grants_fence_only", "grants_table_owner"])
+@pytest.mark.parametrize("name", ["grants", "grants_fence_only", "grants_table_owner", "grants_lock_server"])
 def test_the_documented_grants_are_the_real_ones(name: str) -> None:
     page = (Path(__file__).parents[1] / "docs" / "ledger.md").read_text()
     found = re.search(rf"<!-- sql: {name} -->\n```sql\n(.*?);\n```", page, re.DOTALL)
@@ -423,9 +430,13 @@ def test_migrate_says_what_it_did(empty: str) -> None:
     with plain_role(empty) as dsn:
         first = command("migrate", "--dsn", empty, "--grant-to", user(dsn))
         assert (first.code, first.err) == (0, "")
-        assert first.out == f"applied version 1\ngranted run-time rights to {user(dsn)}\n"
+        assert (
+            first.out
+            == "".join(f"applied version {version}\n" for version in VERSIONS)
+            + f"granted run-time rights to {user(dsn)}\n"
+        )
         again = command("migrate", env={"PG_DSN": dsn})
-        assert (again.code, again.out) == (0, "nothing to do: the ledger has version 1 or newer\n")
+        assert (again.code, again.out) == (0, f"nothing to do: the ledger has version {LEDGER_VERSION} or newer\n")
 
 
 def test_print_needs_no_database_and_makes_the_same_ledger(empty: str) -> None:
@@ -437,7 +448,7 @@ def test_print_needs_no_database_and_makes_the_same_ledger(empty: str) -> None:
         assert command("migrate", "--dsn", dsn).out.startswith("nothing to do")
         with psycopg.connect(empty, autocommit=True) as conn, pytest.raises(psycopg.Error, match="already exists"):
             conn.execute(done.out.encode())
-        assert versions(empty) == [1]
+        assert versions(empty) == VERSIONS
 
 
 @pytest.mark.parametrize(
@@ -538,4 +549,4 @@ async def test_advance_gives_up_on_a_fenced_transaction_that_does_not_end(
 
 async def test_migrate_through_other_connection_settings_still_names_its_own_database(empty: str) -> None:
     # A DSN may be a callable, asked when it is needed.
-    assert await migrate(lambda: make_conninfo(empty, application_name="mine")) == [1]
+    assert await migrate(lambda: make_conninfo(empty, application_name="mine")) == VERSIONS

@@ -28,7 +28,7 @@ from pgleaderlock.keys import key_pair, key_params
 
 __all__ = ["LEDGER_VERSION", "advance_epoch", "check_schema", "migrate", "pending", "sql"]
 
-LEDGER_VERSION = 1
+LEDGER_VERSION = 2
 VERSION_MIN = 140000
 # Longer than the wait for another node's migration (60 s, in migrate_lock).
 TIMEOUT_S = 120.0
@@ -39,13 +39,14 @@ _LOCK = key_pair("migrate", "pgleaderlock ledger")
 _RUN_MIGRATE = "run `pgleaderlock migrate` on this database"
 
 
-async def migrate(dsn: Dsn, *, grant_to: str | None = None) -> list[int]:
+async def migrate(dsn: Dsn, *, grant_to: str | None = None, grant_lock_server_to: str | None = None) -> list[int]:
     """Bring the ledger to this library's version; answers which versions were applied now.
 
-    `grant_to` names a role that is given what it needs at run time. Raises `SchemaError` when this role may not do
-    that, or when the ledger is newer than this library can serve; nothing is changed then.
+    `grant_to` names a role that is given what a node of an election needs at run time, `grant_lock_server_to` one that
+    is given what a lock server needs. Raises `SchemaError` when this role may not do that, or when the ledger is newer
+    than this library can serve; nothing is changed then.
     """
-    grants = None if grant_to is None else _grants(grant_to)
+    grants = _all_grants(grant_to, grant_lock_server_to)
     applied: list[int] = []
     async with _connected(dsn) as conn:
         for version in _todo(await _looked(conn)):
@@ -55,10 +56,10 @@ async def migrate(dsn: Dsn, *, grant_to: str | None = None) -> list[int]:
                 if version in _todo(await _looked(conn)):
                     await _apply(conn, version)
                     applied.append(version)
-        if grants is not None:
+        if grants:
             async with conn.transaction():
                 await _row(conn, "migrate_lock", key_params(_LOCK))
-                await _grant(conn, grants)
+                await _grant(conn, ";\n".join(grants))
     return applied
 
 
@@ -96,7 +97,7 @@ def check_schema(version: int | None) -> None:
         )
 
 
-def sql(*, grant_to: str | None = None) -> str:
+def sql(*, grant_to: str | None = None, grant_lock_server_to: str | None = None) -> str:
     """Everything that `migrate` would do to an empty database, as text for a DBA's own hands."""
     lock = statement("migrate_lock").decode() % key_params(_LOCK)
     parts = []
@@ -104,8 +105,10 @@ def sql(*, grant_to: str | None = None) -> str:
         parts.append(
             f"-- pgleaderlock: the ledger, version {version}.\n\nBEGIN;\n{lock};\n\n{text.strip()}\n\nCOMMIT;\n"
         )
-    if grant_to is not None:
-        parts.append(f"-- pgleaderlock: what a role needs at run time.\n\nBEGIN;\n{_grants(grant_to)};\nCOMMIT;\n")
+    parts.extend(
+        f"-- pgleaderlock: what a role needs at run time.\n\nBEGIN;\n{grants};\nCOMMIT;\n"
+        for grants in _all_grants(grant_to, grant_lock_server_to)
+    )
     return "\n".join(parts)
 
 
@@ -164,12 +167,17 @@ async def _apply(conn: psycopg.AsyncConnection[Any], version: int) -> None:
         raise SchemaError(f"migration {version} failed, and nothing of it was applied: {_text(error)}") from error
 
 
-def _grants(role: str) -> str:
+def _all_grants(node_role: str | None, lock_server_role: str | None) -> list[str]:
+    wanted = {"grants": node_role, "grants_lock_server": lock_server_role}
+    return [_grants(name, role) for name, role in wanted.items() if role is not None]
+
+
+def _grants(name: str, role: str) -> str:
     size = len(role.encode(errors="replace"))
     if not 1 <= size <= NAME_BYTES_MAX or "\0" in role or not _is_utf8(role):
         raise ConfigurationError(f"what to grant to must be the name of a role, of 1 to {NAME_BYTES_MAX} bytes")
     quoted = '"' + role.replace('"', '""') + '"'
-    return statement("grants").decode().replace("{role}", quoted)
+    return statement(name).decode().replace("{role}", quoted)
 
 
 def _is_utf8(text: str) -> bool:

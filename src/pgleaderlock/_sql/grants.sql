@@ -2,9 +2,18 @@
 -- the ledger and calls functions that check who is asking; it never writes to a table, and advances no epoch by hand.
 
 -- name: grants
--- Not granted: advance_epoch (an operator's remedy) and history (used inside only).
+-- Not granted: advance_epoch (an operator's remedy), history (used inside only), and anything of the lock server's: whoever
+-- can read a lease's id can act as its holder.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
-GRANT SELECT ON ALL TABLES IN SCHEMA pgleaderlock TO {role};
+GRANT SELECT ON
+    pgleaderlock.schema_version,
+    pgleaderlock.sessions,
+    pgleaderlock.leaders,
+    pgleaderlock.terms,
+    pgleaderlock.events,
+    pgleaderlock.requests,
+    pgleaderlock.leader_state
+TO {role};
 GRANT EXECUTE ON FUNCTION
     pgleaderlock.open_session,
     pgleaderlock.beat,
@@ -30,3 +39,22 @@ GRANT EXECUTE ON FUNCTION pgleaderlock.fence, pgleaderlock.fence_strictly, pglea
 -- executable by whoever creates the trigger.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
 GRANT EXECUTE ON FUNCTION pgleaderlock.fence_table, pgleaderlock.unfence_table, pgleaderlock.check_fence TO {role}
+
+-- name: grants_lock_server
+-- For the role of `pgleaderlock serve`. It reads the locks and calls functions, and sets no token by hand.
+GRANT USAGE ON SCHEMA pgleaderlock TO {role};
+GRANT SELECT ON
+    pgleaderlock.schema_version,
+    pgleaderlock.lock_leases,
+    pgleaderlock.lock_tokens,
+    pgleaderlock.lock_servers,
+    pgleaderlock.lock_waiters,
+    pgleaderlock.lock_breaks
+TO {role};
+GRANT EXECUTE ON FUNCTION
+    pgleaderlock.lock_apply,
+    pgleaderlock.lock_tick,
+    pgleaderlock.lock_close,
+    pgleaderlock.lock_break,
+    pgleaderlock.lock_sweep
+TO {role}

@@ -1,0 +1,57 @@
+-- The statements of the lock server's store. Each is one simple-query message and one transaction.
+
+-- name: locks_set_up
+-- A grant must be on disk before it is acknowledged, whatever the default: with synchronous_commit off, a token that had
+-- been handed out was issued again after a crash. The rest keeps plans that were made when the tables were empty from
+-- reading all of a large one.
+SELECT CASE WHEN current_setting('synchronous_commit') = 'off'
+            THEN set_config('synchronous_commit', 'on', false) END AS durable,
+       set_config('enable_seqscan', 'off', false) AS seqscan,
+       set_config('jit', 'off', false) AS jit
+
+-- name: locks_apply
+SELECT n, outcome, owner_id, lease_id, fencing_token, expiry_ms, remaining_ms, waited_ms, ticket, created
+FROM pgleaderlock.lock_apply(%(server_id)s, %(operations)s, %(room)s)
+
+-- name: locks_tick
+SELECT lock_name, remaining_ms FROM pgleaderlock.lock_tick(%(server_id)s, %(valid_ms)s, %(heads)s)
+
+-- name: locks_close
+SELECT pgleaderlock.lock_close(%(server_id)s) AS closed
+
+-- name: locks_break
+SELECT %(lock_name)s AS lock_name, held, owner_id, lease_id, fencing_token, expiry_ms, version, 0 AS waiters
+FROM pgleaderlock.lock_break(%(lock_name)s, %(by)s)
+
+-- name: locks_sweep
+SELECT expired, forgotten, more FROM pgleaderlock.lock_sweep(%(step)s, %(forget_s)s)
+
+-- name: locks_count
+-- Every lock that is stored, and those that are held.
+SELECT count(*) AS stored, count(*) FILTER (WHERE lease_expiry > clock_timestamp()) AS held FROM pgleaderlock.lock_leases
+
+-- name: locks_get
+-- One row, whether the lock is known or not.
+SELECT asked.lock_name, coalesce(l.lease_expiry > moment.at, false) AS held, l.owner_id, l.lease_id,
+       coalesce(t.last_token, 0) AS fencing_token, trunc(extract(epoch FROM l.lease_expiry) * 1000)::bigint AS expiry_ms,
+       coalesce(l.version, 0) AS version,
+       (SELECT count(*) FROM pgleaderlock.lock_waiters w JOIN pgleaderlock.lock_servers s ON s.server_id = w.server_id
+        WHERE w.lock_name = asked.lock_name AND w.deadline > moment.at AND s.alive_until > moment.at) AS waiters
+FROM (SELECT %(lock_name)s::text AS lock_name) asked
+CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) moment
+LEFT JOIN pgleaderlock.lock_leases l ON l.lock_name = asked.lock_name
+LEFT JOIN pgleaderlock.lock_tokens t ON t.lock_name = asked.lock_name
+
+-- name: locks_list
+-- In the order of the index, which is that of code points. The pattern is a constant here, so the index bounds it.
+SELECT l.lock_name, coalesce(l.lease_expiry > moment.at, false) AS held, l.owner_id, l.lease_id,
+       coalesce(t.last_token, 0) AS fencing_token, trunc(extract(epoch FROM l.lease_expiry) * 1000)::bigint AS expiry_ms,
+       l.version,
+       (SELECT count(*) FROM pgleaderlock.lock_waiters w JOIN pgleaderlock.lock_servers s ON s.server_id = w.server_id
+        WHERE w.lock_name = l.lock_name AND w.deadline > moment.at AND s.alive_until > moment.at) AS waiters
+FROM pgleaderlock.lock_leases l
+CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) moment
+LEFT JOIN pgleaderlock.lock_tokens t ON t.lock_name = l.lock_name
+WHERE l.lock_name LIKE %(pattern)s AND l.lock_name > %(cursor)s
+ORDER BY l.lock_name
+LIMIT %(limit)s

@@ -1,0 +1,204 @@
+"""The lock store in PostgreSQL: any number of servers on one database.
+
+What is granted, to whom and until when is decided by functions in the database, by its own clock, under row locks that
+are taken in one order: every transition is serialisable in effect. An outcome is given only when it is durable. When an
+answer is lost, its outcome is unknown: `StoreError`, and the same acquire with its idempotency key finds what was
+granted.
+
+`open` creates or upgrades the tables if this database role may do so, and otherwise says who should run
+`pgleaderlock migrate`. The role of a server needs `grants_lock_server` (docs/ledger.md) and nothing else.
+
+Not promised: a step of the database's clock moves the end of every lease; a failover that lost acknowledged commits has
+forgotten the leases in them (their tokens stay below the next ones).
+
+Imports `_postgres_pool`, `_postgres_waiting`, `_postgres_wire`, `_listener`, `_conninfo`, `migrate`, `errors`, `store`
+and the standard library. Must never decide by a clock of its own whether a lease is good.
+"""
+
+import random
+import uuid
+from collections.abc import Callable, Sequence
+
+from pgleaderlock._clock import BOOT_CLOCK
+from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
+from pgleaderlock._listener import listen
+from pgleaderlock._logging import get_logger
+from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
+from pgleaderlock.migrate import migrate, pending
+from pgleaderlock.server._postgres_pool import Pool, store_error
+from pgleaderlock.server._postgres_waiting import Waiting
+from pgleaderlock.server._postgres_wire import encoded, outcome_of, view_of
+from pgleaderlock.server.store import (
+    Acquire,
+    Broken,
+    Granted,
+    Held,
+    LockView,
+    Operation,
+    Outcome,
+    Page,
+    StoreError,
+    StoreFull,
+    Sweep,
+)
+
+__all__ = ["PostgresStore"]
+
+LOCKS_MAX = 1_000_000
+POOL_SIZE = 4
+STATEMENT_TIMEOUT_S = 5.0
+SWEEP_STEP = 1000
+SWEEP_STEPS_MAX = 1000
+FORGET_AFTER_S = 30 * 86_400.0
+# The server ends a session of ours that it has not heard of for this long in the middle of something.
+SILENCE_S = 15.0
+# As in lock_wake: each server has a channel of its own.
+CHANNEL = "pgleaderlock_locks_"
+
+
+class PostgresStore:
+    """Fulfils `store.Store`.
+
+    `pool_size` dedicated connections share all work, and one more listens once somebody waits. `locks_max` is how many
+    locks may be stored, held or not; with several servers it may be passed by what they make between two counts. A lock
+    that has been free for `forget_after_s` is forgotten; should its name come back, its tokens go on above all of them.
+    """
+
+    def __init__(
+        self,
+        dsn: Dsn,
+        *,
+        pool_size: int = POOL_SIZE,
+        locks_max: int = LOCKS_MAX,
+        forget_after_s: float = FORGET_AFTER_S,
+        statement_timeout_s: float = STATEMENT_TIMEOUT_S,
+        allow_pooler: bool = False,
+        auto_migrate: bool = True,
+    ) -> None:
+        check_dsn(dsn)
+        if pool_size < 1 or locks_max < 1:
+            raise ConfigurationError("pool_size and locks_max must be 1 or more")
+        if not 0 < statement_timeout_s <= SILENCE_S or not forget_after_s > 0:
+            raise ConfigurationError(
+                f"statement_timeout_s must be in (0, {SILENCE_S:g}] and forget_after_s more than 0: it is in seconds"
+            )
+        self._dsn = dsn
+        self._pool_size, self._locks_max = pool_size, locks_max
+        self._forget_after_s = forget_after_s
+        self._auto_migrate = auto_migrate
+        self._settings = ConnectionSettings(
+            default_application_name("locks"), statement_timeout_s, SILENCE_S, allow_pooler=allow_pooler
+        )
+        self._pool: Pool | None = None
+        self._waiting: Waiting | None = None
+        self._server_id = ""
+
+    # --- Opening and closing
+
+    async def open(self) -> None:
+        if self._pool is not None:
+            return
+        # A new name each time: tickets of an earlier life are not ours.
+        self._server_id = uuid.uuid4().hex
+        pool = Pool(
+            self._dsn, self._settings, server_id=self._server_id, size=self._pool_size, locks_max=self._locks_max
+        )
+        try:
+            # First a session of our own, which refuses poolers and standbys with the remedy.
+            await (await pool.connect()).close()
+            await self._bring_up_to_date()
+        except PgLeaderLockError as error:
+            raise store_error(error) from error
+        pool.start()
+        self._pool = pool
+        self._waiting = Waiting(pool, self._server_id, self._listen)
+        try:
+            await self.check()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _bring_up_to_date(self) -> None:
+        todo = await pending(self._dsn)
+        if todo and not self._auto_migrate:
+            raise StoreError(
+                "the tables of the lock server are missing here: run `pgleaderlock migrate` on this database"
+            )
+        if todo:
+            await migrate(self._dsn)
+
+    async def close(self) -> None:
+        waiting, pool = self._waiting, self._pool
+        self._waiting = self._pool = None
+        if waiting is not None:
+            await waiting.close()
+        if pool is not None:
+            await pool.close()
+
+    async def _listen(self, wake: Callable[[str], None]) -> None:
+        await listen(
+            self._dsn,
+            self._settings,
+            CHANNEL + self._server_id,
+            wake,
+            clock=BOOT_CLOCK,
+            rng=random.Random(),
+            log=get_logger("pgleaderlock.server"),
+        )
+
+    def _opened(self) -> Pool:
+        if self._pool is None:
+            raise StoreError("the store is closed: open it first")
+        return self._pool
+
+    # --- The operations
+
+    async def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
+        pool = self._opened()
+        if not operations:
+            return []
+        sent = [encoded(operation) for operation in operations]
+        acquires = sum(isinstance(operation, Acquire) for operation in operations)
+        rows = await pool.apply(sent, acquires=acquires)
+        return [outcome_of(operation, row, self._locks_max) for operation, row in zip(operations, rows, strict=True)]
+
+    async def wait(self, acquire: Acquire, wait_ms: int) -> Granted | Held | StoreFull:
+        if self._waiting is None:
+            raise StoreError("the store is closed: open it first")
+        return await self._waiting.wait(acquire, wait_ms)
+
+    async def get(self, lock_name: str) -> LockView:
+        (row,) = await self._opened().query("locks_get", lock_name=lock_name)
+        return view_of(row)
+
+    async def list_locks(self, prefix: str, cursor: str | None, limit: int) -> Page:
+        # One more than asked for tells whether there is a next page.
+        rows = await self._opened().query("locks_list", pattern=_pattern(prefix), cursor=cursor or "", limit=limit + 1)
+        views = [view_of(row) for row in rows[:limit]]
+        return Page(views, views[-1].lock_name if len(rows) > limit else None)
+
+    async def break_lock(self, lock_name: str, by: str) -> Broken:
+        (row,) = await self._opened().query("locks_break", lock_name=lock_name, by=by)
+        return Broken(view_of(row))
+
+    async def sweep(self) -> Sweep:
+        pool, expired = self._opened(), 0
+        for _ in range(SWEEP_STEPS_MAX):
+            (step,) = await pool.query("locks_sweep", step=SWEEP_STEP, forget_s=self._forget_after_s)
+            expired += step["expired"]
+            if not step["more"]:
+                break
+        (counted,) = await pool.query("locks_count")
+        pool.room.counted(counted["stored"])
+        return Sweep(expired, counted["held"])
+
+    async def check(self) -> None:
+        pool = self._opened()
+        # A write of our own, durable like a grant, and the very function that grants.
+        await pool.query("locks_tick", server_id=self._server_id, valid_ms=0, heads="[]")
+        await pool.query("locks_apply", server_id=self._server_id, operations="[]", room=0)
+
+
+def _pattern(prefix: str) -> str:
+    """The prefix for LIKE, taken literally."""
+    return "".join("\\" + char if char in "\\%_" else char for char in prefix) + "%"
