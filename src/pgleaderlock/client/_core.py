@@ -16,7 +16,7 @@ from random import Random
 from urllib.parse import urlsplit
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
-from pgleaderlock.client._http1 import Headers, Request
+from pgleaderlock.client._http1 import Request
 from pgleaderlock.errors import ConfigurationError
 
 __all__ = ["Core", "Endpoint", "NoAnswer", "Pause", "Send", "positive_s", "whole_number"]
@@ -33,8 +33,8 @@ class Endpoint:
     host: str
     port: int
     tls: bool
-    headers: Headers = field(repr=False)
-    """Among them the token: never shown."""
+    headers: bytes = field(repr=False)
+    """Whole lines, among them the token: never shown."""
 
     def __str__(self) -> str:
         shown = f"[{self.host}]" if ":" in self.host else self.host
@@ -79,7 +79,7 @@ def _checked_token(token: str | None) -> str | None:
     return token
 
 
-def _endpoint(url: str, token: str | None, user_agent: bytes) -> Endpoint:
+def _endpoint(url: str, token: str | None) -> Endpoint:
     try:
         parts = urlsplit(url.strip())
         port = parts.port
@@ -91,10 +91,12 @@ def _endpoint(url: str, token: str | None, user_agent: bytes) -> Endpoint:
         raise ConfigurationError("a server's URL is scheme, host and port only; a token is given as `token`")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     shown = host if port is None else f"{host}:{port}"
-    headers = [(b"Host", shown.encode("ascii")), (b"Accept", b"application/json"), (b"User-Agent", user_agent)]
+    headers = f"Host: {shown}\r\nAccept: application/json\r\nUser-Agent: pgleaderlock\r\n"
     if token is not None:
-        headers.append((b"Authorization", b"Bearer " + token.encode("ascii")))
-    return Endpoint(parts.hostname, port or DEFAULT_PORT[parts.scheme], parts.scheme == "https", tuple(headers))
+        headers += f"Authorization: Bearer {token}\r\n"
+    return Endpoint(
+        parts.hostname, port or DEFAULT_PORT[parts.scheme], parts.scheme == "https", headers.encode("ascii")
+    )
 
 
 def positive_s(what: str, value: object) -> float:
@@ -128,7 +130,7 @@ class Core:
         if not 1 <= len(given) <= ENDPOINTS_MAX:
             raise ConfigurationError(f"give 1 to {ENDPOINTS_MAX} server URLs, not {len(given)}")
         token = _checked_token(token)
-        self.endpoints = tuple(_endpoint(url, token, b"pgleaderlock") for url in given)
+        self.endpoints = tuple(_endpoint(url, token) for url in given)
         self.connect_timeout_s = positive_s("connect_timeout_s", connect_timeout_s)
         self.request_timeout_s = positive_s("request_timeout_s", request_timeout_s)
         # One may wait for a lock while others renew and release.

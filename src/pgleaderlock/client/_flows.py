@@ -98,7 +98,7 @@ def _ask(core: Core, request: Request, timeout_s: float | None = None) -> Flow[t
 
 
 def tagged(core: Core, request: Request) -> Request:
-    headers = (*request.headers, (b"X-Request-ID", core.unique().encode("ascii")))
+    headers = b"%sX-Request-ID: %s\r\n" % (request.headers, core.unique().encode("ascii"))
     return Request(request.method, request.target, request.body, headers)
 
 

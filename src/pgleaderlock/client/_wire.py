@@ -128,7 +128,8 @@ def acquire_request(lock_name: str, owner_id: str, ttl_ms: int, wait_ms: int, ke
     fields: dict[str, Any] = {"owner_id": owner_id, "ttl_ms": ttl_ms}
     if wait_ms:
         fields["wait_ms"] = wait_ms
-    return Request(b"POST", _path(lock_name, b"/acquire"), _body(fields), ((b"Idempotency-Key", key.encode("ascii")),))
+    key_line = b"Idempotency-Key: %s\r\n" % key.encode("ascii")
+    return Request(b"POST", _path(lock_name, b"/acquire"), _body(fields), key_line)
 
 
 def _proof(owner_id: str, lease_id: str, fencing_token: int) -> dict[str, Any]:
