@@ -477,6 +477,20 @@ async def test_one_who_goes_while_the_lock_is_granted_leaves_no_lease_behind(sto
                     await asyncio.sleep(0.001)
 
 
+async def test_one_who_goes_at_once_leaves_neither_lease_nor_ticket_behind(store: Store) -> None:
+    lease = await acquired(store, "held")
+    for name in ("free", "held"):
+        gone = waiting(store, Acquire(name, "bob", 600_000))
+        await asyncio.sleep(0)  # it has just asked
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+    await store.apply([release_of(lease)])
+    for name in ("free", "held"):
+        async with asyncio.timeout(PATIENCE_S):
+            while (seen := await store.get(name)).held or seen.waiters:
+                await asyncio.sleep(0.001)
+
+
 async def test_nobody_overtakes_a_waiter(store: Store) -> None:
     lease = await acquired(store, "job")
     task = waiting(store, Acquire("job", "bob", 30_000))

@@ -259,11 +259,12 @@ class Locks:
         """The one who waited has gone: out of the line or, if the grant was faster, back with the lease."""
         if self.room.remove(ticket) or ticket.share is None:
             return
-        share = ticket.share
-        share.receivers -= 1
-        granted = share.granted
-        self.fresh.pop(granted.lease_id, None)
+        share, granted = ticket.share, ticket.share.granted
+        if not ticket.gone:  # it comes again when the transaction with it has failed
+            ticket.gone = True
+            share.receivers -= 1
         if share.receivers == 0:
+            self.fresh.pop(granted.lease_id, None)
             self._release(Release(granted.lock_name, granted.owner_id, granted.lease_id, granted.fencing_token))
             self.serve_freed()
 

@@ -35,7 +35,7 @@ class Share:
 class Ticket:
     """One who waits. `share` is what came of it, if it was a lease."""
 
-    __slots__ = ("acquire", "future", "share", "start_ns", "until_ns")
+    __slots__ = ("acquire", "future", "gone", "share", "start_ns", "until_ns")
 
     def __init__(self, acquire: Acquire, start_ns: int, until_ns: int, future: "asyncio.Future[WaitOutcome]") -> None:
         self.acquire = acquire
@@ -43,6 +43,7 @@ class Ticket:
         self.until_ns = until_ns
         self.future = future
         self.share: Share | None = None
+        self.gone = False
 
     @property
     def twin_key(self) -> tuple[str, str] | None:

@@ -146,9 +146,9 @@ class Writer:
             self._verify()
             # Read after the last item was taken: no lease runs from before its owner asked for it.
             locks.begin(int(self._clock.now() * 1e9), time.time_ns())
-            for cancel in cancels:
+            for cancel in self._owed:
                 locks.cancel(cancel.ticket)
-            for item in group:
+            for item in group:  # in the order in which they came: a ticket before the word that its owner has gone
                 self._do(item)
             if closing:
                 locks.close()
@@ -177,6 +177,8 @@ class Writer:
                 self._fail_alone(item.future, error)
         elif type(item) is Call:
             self._call(item)
+        elif type(item) is Cancel:
+            locks.cancel(item.ticket)
 
     def _call(self, call: Call) -> None:
         locks = self._locks
