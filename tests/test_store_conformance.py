@@ -1,6 +1,7 @@
 """What every store of the lock server does, whatever it keeps locks in: the rules of `pgleaderlock.server.store`."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -24,6 +25,8 @@ from pgleaderlock.server.store import (
     StoreFull,
     Sweep,
 )
+from support.counts import count
+from support.store_model import Model
 from support.stores import (
     PATIENCE_S,
     STORES,
@@ -623,3 +626,118 @@ async def test_what_was_begun_before_the_close_is_finished(place: Place) -> None
         (outcome,) = await answer(task)
         assert isinstance(outcome, Granted)
         assert (await place.store.get(outcome.lock_name)).lease_id == outcome.lease_id
+
+
+# --- All of it together
+
+
+class Story:
+    """A random sequence of everything, on few locks and few owners, compared with the model at every step."""
+
+    def __init__(self, place: Place, seed: int) -> None:
+        self.place = place
+        self.model = Model()
+        self.chance = random.Random(seed)
+        self.leases: list[Granted] = []
+        self.tasks: dict[tuple[str, str], asyncio.Task[Granted | Held | StoreFull]] = {}
+        self.versions: dict[str, int] = {}
+        self.number = 0
+
+    async def step(self) -> None:
+        steps = [self.apply] * 12 + [self.wait] * 3 + [self.go] * 2 + [self.pass_time] * 4
+        await self.chance.choice([*steps, self.force, self.sweep, self.restart])()
+        for name in ("a", "b", "c"):
+            seen = await self.place.store.get(name)
+            self.model.check(seen)
+            assert seen.version >= self.versions.get(name, 0)
+            self.versions[name] = seen.version
+
+    def acquire(self) -> Acquire:
+        self.number += 1
+        key = self.chance.choice([None, "key-1", f"key-{self.number}"])
+        owner = self.chance.choice(["alice", "bob", f"owner-{self.number}"])
+        return Acquire(self.chance.choice("abc"), owner, self.ttl_ms(), key)
+
+    def ttl_ms(self) -> int:
+        return self.chance.choice([15_000, 35_000, 605_000 - 10_000])  # never a multiple of the steps of time
+
+    def operation(self) -> Operation:
+        kind = self.chance.randrange(4)
+        if kind < 2 or not self.leases:
+            return self.acquire()
+        lease = self.chance.choice(self.leases[-6:])
+        if self.chance.random() < 0.2:
+            lease = msgspec.structs.replace(lease, fencing_token=lease.fencing_token + self.chance.choice([-1, 1]))
+        return renew_of(lease, self.ttl_ms()) if kind == 2 else release_of(lease)
+
+    async def apply(self) -> None:
+        operations = [self.operation() for _ in range(self.chance.choice([1, 1, 1, 2, 4]))]
+        outcomes = await self.place.store.apply(operations)
+        self.leases += [outcome for outcome in outcomes if isinstance(outcome, Granted)]
+        await self.granted(self.model.apply(operations, outcomes))
+
+    async def granted(self, turns: dict[str, Acquire]) -> None:
+        """Those whose turn it is by the model have been granted the lock by the store."""
+        for name, acquire in turns.items():
+            lease = await answer(self.tasks.pop((name, acquire.owner_id)))
+            self.model.grant(acquire, lease)
+            self.leases.append(lease)
+
+    async def wait(self) -> None:
+        # No key, and an owner of its own: what two with one key are given has a test of its own.
+        acquire = msgspec.structs.replace(self.acquire(), owner_id=f"waiter-{self.number}", idempotency_key=None)
+        task = waiting(self.place.store, acquire)
+        if self.model.good(acquire.lock_name):
+            self.model.lock(acquire.lock_name).line.append(acquire)
+            self.tasks[acquire.lock_name, acquire.owner_id] = task
+            await until_waiting(self.place.store, acquire.lock_name, len(self.model.lock(acquire.lock_name).line))
+        else:
+            lease = await answer(task)
+            self.model.grant(acquire, lease)
+            self.leases.append(lease)
+
+    async def go(self) -> None:
+        if self.tasks:
+            name, owner_id = self.chance.choice(sorted(self.tasks))
+            task = self.tasks.pop((name, owner_id))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            line = self.model.lock(name).line
+            line[:] = [acquire for acquire in line if acquire.owner_id != owner_id]
+            await until_waiting(self.place.store, name, len(line))
+
+    async def pass_time(self) -> None:
+        passed_ms = self.chance.choice([10_000, 20_000])
+        await self.place.pass_ms(passed_ms)
+        await self.granted(self.model.passed(passed_ms))
+
+    async def force(self) -> None:
+        name = self.chance.choice("abc")
+        was = (await self.place.store.break_lock(name, "admin")).was
+        assert was.held == self.model.good(name)
+        self.model.free(name)
+        await self.granted(self.model.serve({name}))
+
+    async def sweep(self) -> None:
+        swept = await self.place.store.sweep()
+        assert (swept.expired, swept.held) == self.model.swept()
+
+    async def restart(self) -> None:
+        if not self.tasks:
+            await self.place.reopen()
+            self.model.restarted(extends_leases=self.place.restart_extends_leases)
+
+    async def end(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+
+
+@pytest.mark.parametrize("seed", range(count(8, 200)))
+async def test_whatever_happens_is_what_the_model_says(place: Place, seed: int) -> None:
+    story = Story(place, seed)
+    try:
+        for _ in range(150):
+            await story.step()
+    finally:
+        await story.end()

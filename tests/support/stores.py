@@ -27,6 +27,9 @@ class Place(Protocol):
     @property
     def store(self) -> Store: ...
 
+    restart_extends_leases: bool
+    """Whether a lease counts for its full duration again after a restart, because the store's clock is gone."""
+
     async def pass_ms(self, passed_ms: int) -> None:
         """Time passes, for leases and for those who wait. Comes back at once or when it has."""
 
@@ -44,6 +47,8 @@ class OpenPlace(Protocol):
 
 
 class SqlitePlace:
+    restart_extends_leases = True
+
     def __init__(self, path: Any, **options: Any) -> None:
         self.clock = FakeClock()
         self._path = path
