@@ -1,19 +1,27 @@
 """The stores that the conformance suite runs on: how each is opened, how its time passes, how it is opened again.
 
-To add a store, write a `Place` for it and one line in `STORES`. Imports pytest, the stores and the fakes.
+To add a store, write a `Place` for it and one line in `STORES`. Imports pytest, psycopg, the
+stores and the fakes.
 """
 
 import asyncio
 import contextlib
+import datetime as dt
+import functools
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
+import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from fakes import FakeClock
+from pgleaderlock.migrate import migrate
 from pgleaderlock.server.store import Acquire, Granted, Held, Release, Renew, Store
+from pgleaderlock.server.store_postgres import PostgresStore
 from pgleaderlock.server.store_sqlite import SqliteStore
+from support.fencing import database, plain_role
 
 __all__ = ["PATIENCE_S", "STORES", "OpenPlace", "Place", "acquired", "held", "release_of", "renew_of", "until_waiting"]
 
@@ -82,7 +90,68 @@ def _sqlite(request: pytest.FixtureRequest) -> OpenPlace:
     return opened
 
 
-STORES: dict[str, Callable[[pytest.FixtureRequest], OpenPlace]] = {"sqlite": _sqlite}
+# --- PostgreSQL
+
+
+# The database's clock cannot be moved, but everything that it is compared with can.
+_PASS = """
+UPDATE pgleaderlock.lock_leases SET lease_expiry = lease_expiry - %(passed)s, freed_at = freed_at - %(passed)s;
+UPDATE pgleaderlock.lock_waiters SET deadline = deadline - %(passed)s
+"""
+
+
+class PostgresPlace:
+    restart_extends_leases = False
+
+    def __init__(self, owner_dsn: str, dsn: str, **options: Any) -> None:
+        self.clock = FakeClock()
+        self._owner_dsn = owner_dsn
+        self._dsn = dsn
+        self._options = options
+        self.store = self._store()
+
+    def _store(self) -> PostgresStore:
+        return PostgresStore(self._dsn, clock=self.clock, **self._options)
+
+    async def pass_ms(self, passed_ms: int) -> None:
+        async with await psycopg.AsyncConnection.connect(
+            self._owner_dsn, autocommit=True, cursor_factory=psycopg.AsyncClientCursor
+        ) as owner:
+            await owner.execute(_PASS, {"passed": dt.timedelta(milliseconds=passed_ms)})
+        self.clock.advance(passed_ms / 1000)
+
+    async def reopen(self) -> None:
+        await self.store.close()
+        self.store = self._store()
+        await self.store.open()
+
+
+def _postgres(request: pytest.FixtureRequest, *, plain: bool) -> OpenPlace:
+    server: str = request.getfixturevalue("dsn")
+
+    @contextlib.asynccontextmanager
+    async def opened(*, locks_max: int = 100_000) -> AsyncIterator[Place]:
+        with contextlib.ExitStack() as made:
+            owner = made.enter_context(database(server))
+            dsn = owner
+            if plain:
+                dsn = made.enter_context(plain_role(owner))
+                await migrate(owner, grant_lock_server_to=str(conninfo_to_dict(dsn)["user"]))
+            place = PostgresPlace(owner, dsn, locks_max=locks_max)
+            await place.store.open()
+            try:
+                yield place
+            finally:
+                await place.store.close()
+
+    return opened
+
+
+STORES: dict[str, Callable[[pytest.FixtureRequest], OpenPlace]] = {
+    "sqlite": _sqlite,
+    "postgres": functools.partial(_postgres, plain=False),
+    "postgres with its grants alone": functools.partial(_postgres, plain=True),
+}
 
 
 # --- What most tests say

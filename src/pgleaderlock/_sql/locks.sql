@@ -24,17 +24,17 @@ SELECT %(lock_name)s AS lock_name, held, owner_id, lease_id, fencing_token, expi
 FROM pgleaderlock.lock_break(%(lock_name)s, %(by)s)
 
 -- name: locks_sweep
-SELECT expired, forgotten, more FROM pgleaderlock.lock_sweep(%(step)s, %(forget_s)s)
+SELECT expired, pruned, more FROM pgleaderlock.lock_sweep(%(step)s, %(free_kept_s)s)
 
 -- name: locks_count
--- Every lock that is stored, and those that are held.
+-- The locks that are held or have been lately, and those that are held.
 SELECT count(*) AS stored, count(*) FILTER (WHERE lease_expiry > clock_timestamp()) AS held FROM pgleaderlock.lock_leases
 
 -- name: locks_get
 -- One row, whether the lock is known or not.
 SELECT asked.lock_name, coalesce(l.lease_expiry > moment.at, false) AS held, l.owner_id, l.lease_id,
        coalesce(t.last_token, 0) AS fencing_token, trunc(extract(epoch FROM l.lease_expiry) * 1000)::bigint AS expiry_ms,
-       coalesce(l.version, 0) AS version,
+       coalesce(l.version, t.version, 0) AS version,
        (SELECT count(*) FROM pgleaderlock.lock_waiters w JOIN pgleaderlock.lock_servers s ON s.server_id = w.server_id
         WHERE w.lock_name = asked.lock_name AND w.deadline > moment.at AND s.alive_until > moment.at) AS waiters
 FROM (SELECT %(lock_name)s::text AS lock_name) asked
@@ -44,14 +44,14 @@ LEFT JOIN pgleaderlock.lock_tokens t ON t.lock_name = asked.lock_name
 
 -- name: locks_list
 -- In the order of the index, which is that of code points. The pattern is a constant here, so the index bounds it.
-SELECT l.lock_name, coalesce(l.lease_expiry > moment.at, false) AS held, l.owner_id, l.lease_id,
-       coalesce(t.last_token, 0) AS fencing_token, trunc(extract(epoch FROM l.lease_expiry) * 1000)::bigint AS expiry_ms,
-       l.version,
+SELECT t.lock_name, coalesce(l.lease_expiry > moment.at, false) AS held, l.owner_id, l.lease_id,
+       t.last_token AS fencing_token, trunc(extract(epoch FROM l.lease_expiry) * 1000)::bigint AS expiry_ms,
+       coalesce(l.version, t.version) AS version,
        (SELECT count(*) FROM pgleaderlock.lock_waiters w JOIN pgleaderlock.lock_servers s ON s.server_id = w.server_id
-        WHERE w.lock_name = l.lock_name AND w.deadline > moment.at AND s.alive_until > moment.at) AS waiters
-FROM pgleaderlock.lock_leases l
+        WHERE w.lock_name = t.lock_name AND w.deadline > moment.at AND s.alive_until > moment.at) AS waiters
+FROM pgleaderlock.lock_tokens t
 CROSS JOIN (SELECT clock_timestamp() AS at OFFSET 0) moment
-LEFT JOIN pgleaderlock.lock_tokens t ON t.lock_name = l.lock_name
-WHERE l.lock_name LIKE %(pattern)s AND l.lock_name > %(cursor)s
-ORDER BY l.lock_name
+LEFT JOIN pgleaderlock.lock_leases l ON l.lock_name = t.lock_name
+WHERE t.lock_name LIKE %(pattern)s AND t.lock_name > %(cursor)s
+ORDER BY t.lock_name
 LIMIT %(limit)s

@@ -8,26 +8,25 @@ one a look.
 A waiter chooses its lease's id before it first asks. So a grant whose answer was lost is recognised when it asks again,
 and one that nobody waits for any more is found and ended.
 
-Imports `_postgres_pool`, `_postgres_wire`, `_listener`, `_clock`, `store` and the standard library. Must never leave a
-lease behind for a caller that was cancelled.
+Imports `_postgres_pool`, `_postgres_queue`, `_postgres_wire`, `_clock`, `store` and the standard library. Must never
+leave a lease behind for a caller that was cancelled.
 """
 
 import asyncio
-import bisect
 import contextlib
 import itertools
 import math
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from pgleaderlock._clock import BOOT_CLOCK
+from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock.server._postgres_pool import Pool, lasts
-from pgleaderlock.server._postgres_wire import new_lease_id, outcome_of, waiting
-from pgleaderlock.server.store import Acquire, Granted, Held, StoreError, StoreFull
+from pgleaderlock.server._postgres_queue import NEVER, NOW, Alarm, Queues, Waiter
+from pgleaderlock.server._postgres_wire import outcome_of, waiting
+from pgleaderlock.server.store import Acquire, Granted, Held, StoreBusy, StoreError, StoreFull
 
 __all__ = ["Waiting"]
 
@@ -37,66 +36,9 @@ CLEAN_UP_S_MAX = 5.0
 # A statement whose session was cut may still take effect for as long as the server lets it run, and a bit.
 UNSURE_S = 15.0
 ASK_AGAIN_S = (0.1, 0.5)
-NEVER, NOW = math.inf, -math.inf
 
 Answer = Granted | Held | StoreFull
 _Listen = Callable[[Callable[[str], None]], Coroutine[Any, Any, None]]
-
-
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    acquire: Acquire
-    number: int
-    began: float
-    deadline: float
-    lease_id: str = field(default_factory=new_lease_id)
-    ticket: int | None = None
-    look_at: float = NEVER
-    """When to ask again, unless woken. Only the first of this server's waiters of a lock has a time here."""
-    heard: bool = False
-    """Woken while the last question was on its way: its answer may be older than that."""
-    stirred: asyncio.Event = field(default_factory=asyncio.Event)
-    asking: "asyncio.Future[list[dict[str, Any]]] | None" = None
-    unsure_until: float = NOW
-    held: Held | None = None
-
-    def look(self, at: float) -> None:
-        self.look_at = at
-        self.stirred.set()
-
-
-class _Queues:
-    """This server's own waiters, by lock and ticket."""
-
-    def __init__(self) -> None:
-        self._by_lock: dict[str, list[_Waiter]] = {}
-
-    def put(self, waiter: _Waiter) -> bool:
-        """Give the waiter its place; True if it is the first one."""
-        queue = self._by_lock.setdefault(waiter.acquire.lock_name, [])
-        if waiter not in queue:
-            bisect.insort(queue, waiter, key=lambda other: other.ticket or 0)
-            if queue[0] is waiter and len(queue) > 1:
-                queue[1].look_at = NEVER
-        return queue[0] is waiter
-
-    def remove(self, waiter: _Waiter, look_at: float) -> None:
-        """Whoever comes first now looks when the one before would have, or at `look_at`."""
-        queue = self._by_lock.get(waiter.acquire.lock_name, [])
-        if waiter not in queue:
-            return
-        first = queue[0] is waiter
-        queue.remove(waiter)
-        if not queue:
-            del self._by_lock[waiter.acquire.lock_name]
-        elif first:
-            queue[0].look(look_at)
-
-    def first(self, lock_name: str) -> _Waiter | None:
-        return self._by_lock.get(lock_name, [None])[0]
-
-    def firsts(self) -> list[_Waiter]:
-        return [queue[0] for queue in self._by_lock.values()]
 
 
 class _Head(msgspec.Struct, frozen=True, gc=False):
@@ -107,11 +49,13 @@ class _Head(msgspec.Struct, frozen=True, gc=False):
 class Waiting:
     """All waiters of one server."""
 
-    def __init__(self, pool: Pool, server_id: str, listen: _Listen) -> None:
+    def __init__(self, pool: Pool, server_id: str, listen: _Listen, *, clock: Clock, waiters_max: int) -> None:
         self._pool, self._server_id, self._listen = pool, server_id, listen
-        self._queues = _Queues()
-        self._waiters: dict[_Waiter, None] = {}
-        self._gone: dict[_Waiter, None] = {}
+        self._clock, self._waiters_max = clock, waiters_max
+        self._alarm = Alarm(clock)
+        self._queues = Queues()
+        self._waiters: dict[Waiter, None] = {}
+        self._gone: dict[Waiter, None] = {}
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._beating: asyncio.Task[None] | None = None
@@ -127,8 +71,10 @@ class Waiting:
     # --- One waiter
 
     async def wait(self, acquire: Acquire, wait_ms: int) -> Answer:
-        began = BOOT_CLOCK.now()
-        waiter = _Waiter(acquire, next(self._numbers), began, began + wait_ms / 1000)
+        if self._calls >= self._waiters_max:
+            raise StoreBusy(f"{self._waiters_max} requests wait already: come back a little later")
+        began = self._clock.now()
+        waiter = Waiter(acquire, next(self._numbers), began, began + wait_ms / 1000)
         self._calls += 1
         try:
             return await self._wait(waiter)
@@ -146,7 +92,7 @@ class Waiting:
             if not self._calls:
                 self._quiet.set()
 
-    async def _wait(self, waiter: _Waiter) -> Answer:
+    async def _wait(self, waiter: Waiter) -> Answer:
         answer = await self._ask(waiter, "acquire")  # most find the lock free, and need no ticket
         if not isinstance(answer, Held) or self._over(waiter):
             return answer
@@ -160,33 +106,32 @@ class Waiting:
                 if lasts(error) or self._over(waiter):
                     raise
                 # The ticket is still there. It is asked for again, and the lease's id tells what came of this.
-                await self._sleep(waiter, BOOT_CLOCK.now() + self._rng.uniform(*ASK_AGAIN_S))
+                await asyncio.sleep(self._rng.uniform(*ASK_AGAIN_S))
                 if self._over(waiter):
                     raise
                 continue
             if not isinstance(answer, Held):
-                self._leave(waiter, BOOT_CLOCK.now() + waiter.acquire.ttl_ms / 1000)
+                self._leave(waiter, self._clock.now() + waiter.acquire.ttl_ms / 1000)
+                self._queues.stir_those_with_the_key_of(waiter.acquire)
                 return answer
             waiter.held = answer
-            while not self._over(waiter) and BOOT_CLOCK.now() < waiter.look_at:
-                await self._sleep(waiter, waiter.look_at)
+            while not self._over(waiter) and self._clock.now() < waiter.look_at:
+                await self._sleep(waiter)
             if self._over(waiter):
                 return await self._give_up(waiter)
 
-    def _over(self, waiter: _Waiter) -> bool:
-        return self._closing or BOOT_CLOCK.now() >= waiter.deadline
+    def _over(self, waiter: Waiter) -> bool:
+        return self._closing or self._clock.now() >= waiter.deadline
 
-    async def _sleep(self, waiter: _Waiter, until: float) -> None:
-        """Until then, or the deadline, or until stirred."""
-        timeout_s = min(until, waiter.deadline) - BOOT_CLOCK.now()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, timeout_s)):
-                await waiter.stirred.wait()
+    async def _sleep(self, waiter: Waiter) -> None:
+        """Until it is time to look, or to go, or until stirred."""
+        self._alarm.set(min(waiter.look_at, waiter.deadline), waiter)
+        await waiter.stirred.wait()
         waiter.stirred.clear()
 
-    async def _ask(self, waiter: _Waiter, kind: str) -> Answer:
+    async def _ask(self, waiter: Waiter, kind: str) -> Answer:
         waiter.heard = False
-        now = BOOT_CLOCK.now()
+        now = self._clock.now()
         # The lease runs from some moment after this one, so whoever counts from here never counts too far.
         sent = waiting(
             kind,
@@ -211,7 +156,7 @@ class Waiting:
         assert isinstance(answer, Granted | Held | StoreFull)
         return answer
 
-    def _place(self, waiter: _Waiter, ticket: int, remaining_ms: int | None) -> None:
+    def _place(self, waiter: Waiter, ticket: int, remaining_ms: int | None) -> None:
         if waiter.ticket != ticket:
             self._queues.remove(waiter, NOW)
             waiter.ticket = ticket
@@ -221,15 +166,16 @@ class Waiting:
             waiter.look_at = NOW
         else:
             # Free, and the turn of another server's waiter: the heartbeat tells when that has changed.
-            waiter.look_at = NEVER if remaining_ms is None else BOOT_CLOCK.now() + remaining_ms / 1000
+            waiter.look_at = NEVER if remaining_ms is None else self._clock.now() + remaining_ms / 1000
 
-    def _leave(self, waiter: _Waiter, look_at: float) -> None:
+    def _leave(self, waiter: Waiter, look_at: float) -> None:
+        waiter.alarm_at = NEVER
         self._queues.remove(waiter, look_at)
         self._waiters.pop(waiter, None)
 
     # --- The end of a waiter that got nothing
 
-    async def _give_up(self, waiter: _Waiter) -> Held:
+    async def _give_up(self, waiter: Waiter) -> Held:
         self._leave(waiter, waiter.look_at)
         assert waiter.held is not None
         if waiter.unsure_until > BOOT_CLOCK.now():
@@ -245,7 +191,7 @@ class Waiting:
         assert isinstance(held, Held)
         return held if held.current_owner_id else waiter.held
 
-    async def _cleaned_up(self, waiter: _Waiter, *, keep_lease: bool) -> None:
+    async def _cleaned_up(self, waiter: Waiter, *, keep_lease: bool) -> None:
         """Tear the ticket and end the lease, if there is any; a caller that will not wait for that need not."""
         self._leave(waiter, NOW)
         if keep_lease:
@@ -257,7 +203,7 @@ class Waiting:
             async with asyncio.timeout(CLEAN_UP_S_MAX):
                 await asyncio.shield(task)
 
-    async def _clean_up(self, waiter: _Waiter) -> None:
+    async def _clean_up(self, waiter: Waiter) -> None:
         if waiter.asking is not None:
             try:
                 await waiter.asking
@@ -307,7 +253,7 @@ class Waiting:
             "locks_tick", server_id=self._server_id, valid_ms=ALIVE_MS, heads=msgspec.json.encode(heads).decode()
         )
         self._ticked_at = sent_at
-        now = BOOT_CLOCK.now()
+        now = self._clock.now()
         for row in rows:
             waiter = self._queues.first(row["lock_name"])
             if waiter is not None and waiter is firsts[row["lock_name"]]:
@@ -351,7 +297,8 @@ class Waiting:
                     await self._quiet.wait()
                 if self._tasks:
                     await asyncio.wait(self._tasks)
-        ending = [task for task in (self._beating, self._listening, self._ticking, *self._tasks) if task is not None]
+        known = (self._beating, self._listening, self._ticking, self._alarm.task, *self._tasks)
+        ending = [task for task in known if task is not None]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
@@ -360,7 +307,7 @@ class Waiting:
                 await self._pool.query("locks_close", server_id=self._server_id)
 
 
-def _abandon(waiter: _Waiter) -> str:
+def _abandon(waiter: Waiter) -> str:
     return waiting("abandon", waiter.acquire, waiter.lease_id or None, waiter=waiter.number)
 
 

@@ -19,10 +19,11 @@ import random
 import uuid
 from collections.abc import Callable, Sequence
 
-from pgleaderlock._clock import BOOT_CLOCK
+from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._listener import listen
 from pgleaderlock._logging import get_logger
+from pgleaderlock.config import positive_s
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 from pgleaderlock.migrate import migrate, pending
 from pgleaderlock.server._postgres_pool import Pool, store_error
@@ -49,7 +50,8 @@ POOL_SIZE = 4
 STATEMENT_TIMEOUT_S = 5.0
 SWEEP_STEP = 1000
 SWEEP_STEPS_MAX = 1000
-FORGET_AFTER_S = 30 * 86_400.0
+FREE_KEPT_S = 86_400.0
+WAITERS_MAX = 10_000
 # The server ends a session of ours that it has not heard of for this long in the middle of something.
 SILENCE_S = 15.0
 # As in lock_wake: each server has a channel of its own.
@@ -59,9 +61,10 @@ CHANNEL = "pgleaderlock_locks_"
 class PostgresStore:
     """Fulfils `store.Store`.
 
-    `pool_size` dedicated connections share all work, and one more listens once somebody waits. `locks_max` is how many
-    locks may be stored, held or not; with several servers it may be passed by what they make between two counts. A lock
-    that has been free for `forget_after_s` is forgotten; should its name come back, its tokens go on above all of them.
+    `pool_size` dedicated connections share all work, and one more listens once somebody waits. `locks_max`
+    bounds the locks that are held or have been within `free_kept_s`; several servers may pass it by what they make
+    between two counts. Of a lock that is pruned after that, token and version stay, for ever. `clock` is for waiters
+    only: whether a lease is good is decided by the database's.
     """
 
     def __init__(
@@ -70,21 +73,27 @@ class PostgresStore:
         *,
         pool_size: int = POOL_SIZE,
         locks_max: int = LOCKS_MAX,
-        forget_after_s: float = FORGET_AFTER_S,
+        waiters_max: int = WAITERS_MAX,
+        free_kept_s: float = FREE_KEPT_S,
         statement_timeout_s: float = STATEMENT_TIMEOUT_S,
         allow_pooler: bool = False,
         auto_migrate: bool = True,
+        clock: Clock = BOOT_CLOCK,
     ) -> None:
         check_dsn(dsn)
-        if pool_size < 1 or locks_max < 1:
-            raise ConfigurationError("pool_size and locks_max must be 1 or more")
-        if not 0 < statement_timeout_s <= SILENCE_S or not forget_after_s > 0:
+        for name, number in (("pool_size", pool_size), ("locks_max", locks_max), ("waiters_max", waiters_max)):
+            if number < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {number}")
+        if not 0 < statement_timeout_s <= SILENCE_S:
             raise ConfigurationError(
-                f"statement_timeout_s must be in (0, {SILENCE_S:g}] and forget_after_s more than 0: it is in seconds"
+                f"statement_timeout_s={statement_timeout_s} must be more than 0 and at most {SILENCE_S:g}"
             )
+        positive_s("free_kept_s", free_kept_s)
         self._dsn = dsn
         self._pool_size, self._locks_max = pool_size, locks_max
-        self._forget_after_s = forget_after_s
+        self._waiters_max = waiters_max
+        self._free_kept_s = free_kept_s
+        self._clock = clock
         self._auto_migrate = auto_migrate
         self._settings = ConnectionSettings(
             default_application_name("locks"), statement_timeout_s, SILENCE_S, allow_pooler=allow_pooler
@@ -111,7 +120,7 @@ class PostgresStore:
             raise store_error(error) from error
         pool.start()
         self._pool = pool
-        self._waiting = Waiting(pool, self._server_id, self._listen)
+        self._waiting = Waiting(pool, self._server_id, self._listen, clock=self._clock, waiters_max=self._waiters_max)
         try:
             await self.check()
         except BaseException:
@@ -184,7 +193,7 @@ class PostgresStore:
     async def sweep(self) -> Sweep:
         pool, expired = self._opened(), 0
         for _ in range(SWEEP_STEPS_MAX):
-            (step,) = await pool.query("locks_sweep", step=SWEEP_STEP, forget_s=self._forget_after_s)
+            (step,) = await pool.query("locks_sweep", step=SWEEP_STEP, free_kept_s=self._free_kept_s)
             expired += step["expired"]
             if not step["more"]:
                 break

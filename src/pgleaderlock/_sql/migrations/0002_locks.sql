@@ -5,7 +5,7 @@
 -- each other, but never in a circle. What cannot keep to that order skips what is taken. All of them expect READ
 -- COMMITTED: each statement inside must see what was committed before it, and above all after it got a row's lock.
 
--- One row a lock that has ever been taken; it stays while the lock is free, so that taking it is an update in place.
+-- One row a lock that is held or has been lately; it stays while the lock is free, so that taking it is an update in place.
 CREATE TABLE pgleaderlock.lock_leases (
     lock_name        text COLLATE "C" PRIMARY KEY,
     owner_id         text,
@@ -20,22 +20,15 @@ CREATE TABLE pgleaderlock.lock_leases (
     freed_at         timestamptz
 ) WITH (fillfactor = 50);  -- room for the next lease beside the row, so that no index is touched
 
--- The highest token ever granted. Lives and goes with the lock's row in lock_leases.
+-- One row a lock that was ever taken: its highest token, which must never be forgotten. `version` is where a row in
+-- lock_leases begins that is made anew.
 CREATE TABLE pgleaderlock.lock_tokens (
     lock_name          text COLLATE "C" PRIMARY KEY,
     last_token         bigint NOT NULL CHECK (last_token > 0),
+    version            bigint NOT NULL DEFAULT 0,
     system_identifier  bigint NOT NULL,
     timeline           integer NOT NULL
 ) WITH (fillfactor = 50);
-
--- What every forgotten lock stayed below: a name that comes back begins above it. One row, once anything was forgotten.
-CREATE TABLE pgleaderlock.lock_floor (
-    only_one           boolean PRIMARY KEY DEFAULT true CHECK (only_one),
-    last_token         bigint NOT NULL,
-    version            bigint NOT NULL,
-    system_identifier  bigint NOT NULL,
-    timeline           integer NOT NULL
-);
 
 -- One row a server that has waiters. One heartbeat keeps all its tickets alive, whatever their number.
 CREATE TABLE pgleaderlock.lock_servers (
@@ -104,7 +97,7 @@ $$;
 --   abandon  a waiter goes: its ticket is torn, and a lease that it was granted and never heard of ends, unless a
 --            repeated request was given that lease in the meantime.
 -- The caller chooses the id of a lease before it asks, and so recognises a grant whose answer was lost. `p_room` is how
--- many names may be new.
+-- many rows in lock_leases may be new.
 CREATE FUNCTION pgleaderlock.lock_apply(p_server_id text, p_operations jsonb, p_room bigint)
 RETURNS TABLE (n bigint, outcome text, owner_id text, lease_id text, fencing_token bigint, expiry_ms bigint,
                remaining_ms bigint, waited_ms bigint, ticket bigint, created boolean)
@@ -192,10 +185,10 @@ BEGIN
                 RETURN NEXT;
                 CONTINUE;
             END IF;
-            -- Whoever makes the row first, all come to the same one; it may even have been forgotten in between.
+            -- Whoever makes the row first, all come to the same one; it may even have been pruned in between.
             LOOP
                 INSERT INTO pgleaderlock.lock_leases (lock_name, version)
-                VALUES (op.lock, coalesce((SELECT f.version FROM pgleaderlock.lock_floor f), 0))
+                VALUES (op.lock, coalesce((SELECT t.version FROM pgleaderlock.lock_tokens t WHERE t.lock_name = op.lock), 0))
                 ON CONFLICT (lock_name) DO NOTHING;
                 created := FOUND;
                 SELECT x.* INTO l FROM pgleaderlock.lock_leases x WHERE x.lock_name = op.lock FOR UPDATE;
@@ -268,12 +261,7 @@ BEGIN
         IF NOT FOUND THEN
             -- The first token of a name: an earlier history may have issued one that was lost with it.
             INSERT INTO pgleaderlock.lock_tokens AS t (lock_name, last_token, system_identifier, timeline)
-            VALUES (op.lock,
-                    greatest((here_timeline::bigint - 1) * 4294967296 + 1, (
-                        SELECT pgleaderlock.lock_next_token(
-                            f.last_token, f.system_identifier, f.timeline, here_system, here_timeline)
-                        FROM pgleaderlock.lock_floor f)),
-                    here_system, here_timeline)
+            VALUES (op.lock, (here_timeline::bigint - 1) * 4294967296 + 1, here_system, here_timeline)
             RETURNING t.last_token INTO fencing_token;
         END IF;
         expiry := moment + op.ms * interval '1 millisecond';
@@ -341,16 +329,17 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     l pgleaderlock.lock_leases%ROWTYPE;
     last bigint;
+    filed bigint;
 BEGIN
     SELECT x.* INTO l FROM pgleaderlock.lock_leases x WHERE x.lock_name = p_lock_name FOR UPDATE;
-    SELECT t.last_token INTO last FROM pgleaderlock.lock_tokens t WHERE t.lock_name = p_lock_name;
+    SELECT t.last_token, t.version INTO last, filed FROM pgleaderlock.lock_tokens t WHERE t.lock_name = p_lock_name;
     held := coalesce(l.lease_expiry > clock_timestamp(), false);
     IF held THEN
         owner_id := l.owner_id; lease_id := l.lease_id;
         expiry_ms := trunc(extract(epoch FROM l.lease_expiry) * 1000);
     END IF;
     fencing_token := coalesce(last, 0);
-    version := coalesce(l.version, 0);
+    version := coalesce(l.version, filed, 0);
     IF l.lease_id IS NOT NULL THEN
         UPDATE pgleaderlock.lock_leases AS x
         SET owner_id = NULL, lease_id = NULL, fencing_token = NULL, lease_expiry = NULL, idempotency_key = NULL,
@@ -364,18 +353,14 @@ BEGIN
 END
 $$;
 
--- One small step of the monitor: clears leases that have expired, and forgets what has been free for long. Skips what is
--- locked. Nothing depends on it. `more` is true while another step has something to do.
+-- One small step of the monitor: clears leases that have expired, and prunes what has been free for long; token and
+-- version stay. Skips what is locked. Nothing depends on it. `more` is true while another step has something to do.
 CREATE FUNCTION pgleaderlock.lock_sweep(
-    p_step integer, p_forget_s double precision, OUT expired bigint, OUT forgotten bigint, OUT more boolean)
+    p_step integer, p_free_kept_s double precision, OUT expired bigint, OUT pruned bigint, OUT more boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 #variable_conflict use_column
 DECLARE
     names text[];
-    highest bigint;
-    newest bigint;
-    here_system bigint;
-    here_timeline integer;
 BEGIN
     -- The sessions of the store prefer indexes, for plans that outlive a table's first rows. Here the whole table is read.
     PERFORM set_config('enable_seqscan', 'on', true);
@@ -393,29 +378,16 @@ BEGIN
     PERFORM pgleaderlock.lock_wake(w.lock_name)
     FROM (SELECT DISTINCT w.lock_name FROM pgleaderlock.lock_waiters w WHERE w.lock_name = ANY (names)) w;
 
-    -- The floor is raised before anything below it goes, in one transaction: whoever finds the row gone finds the floor.
-    SELECT array_agg(f.lock_name), max(f.version) INTO names, newest
-    FROM (
+    WITH found AS MATERIALIZED (
         SELECT l.lock_name, l.version FROM pgleaderlock.lock_leases l
-        WHERE l.lease_id IS NULL AND l.freed_at < clock_timestamp() - p_forget_s * interval '1 second'
-          AND NOT EXISTS (SELECT FROM pgleaderlock.lock_waiters w WHERE w.lock_name = l.lock_name)
+        WHERE l.lease_id IS NULL AND l.freed_at < clock_timestamp() - p_free_kept_s * interval '1 second'
         LIMIT p_step FOR UPDATE SKIP LOCKED
-    ) f;
-    forgotten := coalesce(cardinality(names), 0);
-    IF forgotten > 0 THEN
-        SELECT h.system_identifier, h.timeline INTO here_system, here_timeline FROM pgleaderlock.history() h;
-        SELECT max(pgleaderlock.lock_next_token(t.last_token, t.system_identifier, t.timeline, here_system, here_timeline))
-        INTO highest FROM pgleaderlock.lock_tokens t WHERE t.lock_name = ANY (names);
-        INSERT INTO pgleaderlock.lock_floor AS f (last_token, version, system_identifier, timeline)
-        VALUES (coalesce(highest, 0), newest + 1, here_system, here_timeline)
-        ON CONFLICT (only_one) DO UPDATE
-        SET last_token = greatest(excluded.last_token, pgleaderlock.lock_next_token(
-                f.last_token, f.system_identifier, f.timeline, here_system, here_timeline)),
-            version = greatest(excluded.version, f.version),
-            system_identifier = here_system, timeline = here_timeline;
-        DELETE FROM pgleaderlock.lock_tokens t WHERE t.lock_name = ANY (names);
-        DELETE FROM pgleaderlock.lock_leases l WHERE l.lock_name = ANY (names);
-    END IF;
+    ), filed AS (
+        UPDATE pgleaderlock.lock_tokens AS t SET version = found.version FROM found WHERE t.lock_name = found.lock_name
+    ), gone AS (
+        DELETE FROM pgleaderlock.lock_leases AS l USING found WHERE l.lock_name = found.lock_name RETURNING 1
+    )
+    SELECT count(*) INTO pruned FROM gone;
 
     -- What a killed server left behind stands in nobody's way; this is only about room.
     DELETE FROM pgleaderlock.lock_waiters w USING (
@@ -432,13 +404,13 @@ BEGIN
     DELETE FROM pgleaderlock.lock_breaks b WHERE b.break_id IN (
         SELECT o.break_id FROM pgleaderlock.lock_breaks o
         WHERE o.at < clock_timestamp() - interval '90 days' LIMIT p_step FOR UPDATE SKIP LOCKED);
-    more := expired = p_step OR forgotten = p_step;
+    more := expired = p_step OR pruned = p_step;
 END
 $$;
 
 -- Nobody may do anything until it is granted: see grants.sql. What a role was given of the ledger's tables stays.
-REVOKE ALL ON pgleaderlock.lock_leases, pgleaderlock.lock_tokens, pgleaderlock.lock_floor, pgleaderlock.lock_servers,
-    pgleaderlock.lock_waiters, pgleaderlock.lock_breaks FROM PUBLIC;
+REVOKE ALL ON pgleaderlock.lock_leases, pgleaderlock.lock_tokens, pgleaderlock.lock_servers, pgleaderlock.lock_waiters,
+    pgleaderlock.lock_breaks FROM PUBLIC;
 REVOKE ALL ON FUNCTION pgleaderlock.lock_next_token, pgleaderlock.lock_wake, pgleaderlock.lock_apply,
     pgleaderlock.lock_tick, pgleaderlock.lock_close, pgleaderlock.lock_break, pgleaderlock.lock_sweep FROM PUBLIC;
 
