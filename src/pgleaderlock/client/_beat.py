@@ -43,7 +43,6 @@ class Beat:
     due_at: float
     under_way: bool = False
     failures: int = 0
-    last_error: BaseException | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class HeartbeatPlan:
         return min(moments, default=None)
 
     def renewed(self, beat: Beat, ticket: RenewTicket, sent_at: float) -> None:
-        beat.under_way, beat.failures, beat.last_error = False, 0, None
+        beat.under_way, beat.failures = False, 0
         beat.due_at = sent_at + min(beat.interval_s, ticket.ttl_s * INTERVAL_SHARE * 2)
         if not beat.lease._renewed(ticket, sent_at):  # noqa: SLF001 - the plan keeps the lease
             self._lose(beat, "deadline")
@@ -127,7 +126,7 @@ class HeartbeatPlan:
         now = self._core.clock.now()
         for beat in beats:
             beat.under_way = False
-            beat.last_error = error
+            beat.lease._not_renewed(error)  # noqa: SLF001
             beat.failures += 1
             delay_s = min(RETRY_S_MAX, beat.interval_s / 4, RETRY_S_MIN * 2.0 ** min(beat.failures, 10))
             beat.due_at = now + delay_s * self._core.random.uniform(0.5, 1.0)
@@ -136,7 +135,7 @@ class HeartbeatPlan:
 
     def _lose(self, beat: Beat, why: str) -> None:
         self.discard(beat.lease)
-        if beat.lease._end(LeaseState.LOST, why, beat.last_error):  # noqa: SLF001
+        if beat.lease._end(LeaseState.LOST, why):  # noqa: SLF001
             _log.warning("lease_lost", lock=beat.lease.lock_name, token=beat.lease.fencing_token, reason=why)
 
     def timeout_s(self, beats: Sequence[Beat]) -> float:

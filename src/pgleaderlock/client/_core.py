@@ -81,7 +81,10 @@ def _checked_token(token: str | None) -> str | None:
 
 def _endpoint(url: str, token: str | None) -> Endpoint:
     try:
-        parts = urlsplit(url.strip())
+        url = url.strip()
+        if not _VISIBLE.fullmatch(url):  # urlsplit drops line feeds without a word
+            raise ValueError(url)
+        parts = urlsplit(url)
         port = parts.port
     except (AttributeError, ValueError):
         raise ConfigurationError("a server's URL cannot be read: give http://host:port or https://host:port") from None

@@ -71,7 +71,7 @@ class BaseLease:
         self._deadline = counted_from + ttl_s - margin_s(ttl_s)
         self._state = LeaseState.HELD
         self._why = ""
-        self._cause: BaseException | None = None
+        self._trouble: BaseException | None = None
         self._generation = 0
         self._pid = os.getpid()
         self._mutex = threading.Lock()
@@ -117,7 +117,7 @@ class BaseLease:
         else:
             why = self._why or "deadline"
         error = LeaseLost(self.lock_name, why, f"the lease of {self.lock_name!r} has ended: {_WHY[why]}")
-        error.__cause__ = self._cause
+        error.__cause__ = self._trouble
         return error
 
     def __repr__(self) -> str:
@@ -145,16 +145,21 @@ class BaseLease:
                 return False
             if self._deadline <= self._clock.now():
                 return False  # between deadline and now nobody vouched for it, and somebody may have looked
+            self._trouble = None
             if ticket.generation == self._generation:
                 self._deadline = max(self._deadline, sent_at + ticket.ttl_s - margin_s(ticket.ttl_s))
             return True
 
-    def _end(self, state: LeaseState, why: str = "", cause: BaseException | None = None) -> bool:
+    def _not_renewed(self, trouble: BaseException) -> None:
+        """A renewal had no answer: if no other one has, this is why the lease is lost."""
+        self._trouble = trouble
+
+    def _end(self, state: LeaseState, why: str = "") -> bool:
         """HELD → RELEASED or LOST; False if it had ended before. Whoever watches is told."""
         with self._mutex:
             if self._state is not LeaseState.HELD:
                 return False
-            self._state, self._why, self._cause = state, why, cause
+            self._state, self._why = state, why
             watchers, self._watchers = self._watchers, []
         self._ended()
         for tell in watchers:

@@ -1,0 +1,390 @@
+"""The client when the network and the server fail: lost replies, cuts, freezes, kills."""
+
+import asyncio
+import contextlib
+import signal
+import threading
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from conftest import StartServer
+from pgleaderlock.client import (
+    AsyncLease,
+    AsyncLockClient,
+    LeaseLost,
+    LeaseState,
+    LockClient,
+    LockHeld,
+    LockServerUnreachable,
+)
+from proxy import Proxy
+from support.counts import count
+from support.lockserver import LockServerProcess, lock_server
+from support.program import PATIENCE_S, command
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LockServerProcess]:
+    """One for this module, never harmed; those that are have a server of their own."""
+    with lock_server(tmp_path_factory.mktemp("locks")) as running:
+        yield running
+
+
+@pytest.fixture
+async def direct(server: LockServerProcess) -> AsyncIterator[AsyncLockClient]:
+    """Past the proxy: to look, and to play somebody else."""
+    async with AsyncLockClient(server.url, owner_id="somebody else") as opened:
+        yield opened
+
+
+@pytest.fixture
+async def proxy(server: LockServerProcess) -> AsyncIterator[Proxy]:
+    async with Proxy(server.host, server.port) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(proxy: Proxy) -> AsyncIterator[AsyncLockClient]:
+    """Through the proxy."""
+    async with AsyncLockClient(f"http://127.0.0.1:{proxy.port}", owner_id="me") as opened:
+        yield opened
+        proxy.heal()
+
+
+@pytest.fixture
+def name() -> str:
+    return uuid.uuid4().hex
+
+
+def patience() -> asyncio.Timeout:
+    return asyncio.timeout(PATIENCE_S)
+
+
+async def until_held(client: AsyncLockClient, name: str, *, held: bool = True) -> None:
+    """Nothing signals what a server has done whose reply is lost: it is asked again and again."""
+    async with patience():
+        while (await client.get(name)).held is not held:
+            await asyncio.sleep(0.002)
+
+
+# -- lost replies -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+async def test_an_acquire_whose_reply_is_dropped_is_granted_exactly_once(
+    client: AsyncLockClient, direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    for number in range(count(50, 1000)):
+        lock = f"{name}/{number}"
+        proxy.drop_replies()
+        acquiring = asyncio.create_task(client.acquire(lock, 60.0))
+        await until_held(direct, lock)  # the server has granted it, and its reply is lost
+        proxy.heal()
+        proxy.reset()
+        async with patience():
+            lease = await acquiring
+        seen = await direct.get(lock)
+        assert (lease.fencing_token, seen.fencing_token) == (1, 1), "it was granted twice"
+        assert lease.valid
+        assert await client.release(lease) is True
+        assert (await direct.acquire(lock, 60.0)).fencing_token == 2
+
+
+async def test_a_retry_after_a_lost_reply_counts_from_its_first_send(
+    client: AsyncLockClient, direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    proxy.drop_replies()
+    clock = client._core.clock
+    before = clock.now()
+    acquiring = asyncio.create_task(client.acquire(name, 60.0))
+    await until_held(direct, name)
+    granted = clock.now()
+    proxy.heal()
+    proxy.reset()
+    lease = await acquiring
+    assert before < lease.deadline - 60.0 + 0.602 < granted, "counted from the send whose reply came"
+
+
+async def test_a_waiting_acquire_whose_connection_breaks_does_not_wait_for_itself(
+    client: AsyncLockClient, direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    first = await direct.acquire(name, 60.0)
+    waiting = asyncio.create_task(client.acquire(name, 60.0, wait_s=PATIENCE_S))
+    async with patience():
+        while (await direct.get(name)).waiters == 0:
+            await asyncio.sleep(0.002)
+        proxy.drop_replies()
+        await direct.release(first)
+        await until_held(direct, name)  # granted to the waiter, and the reply is lost
+        proxy.heal()
+        proxy.reset()
+        lease = await waiting
+    assert lease.valid
+    assert lease.fencing_token == first.fencing_token + 1
+
+
+async def test_a_renewal_whose_reply_is_lost_is_no_loss(
+    client: AsyncLockClient, direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    async with client.lock(name, 3.0, interval_s=0.1) as lease, patience():
+        for _ in range(3):
+            version = (await direct.get(name)).version
+            proxy.drop_replies()
+            while (await direct.get(name)).version == version:  # the server has renewed
+                await asyncio.sleep(0.005)
+            proxy.heal()
+            proxy.reset()
+            before = lease.deadline
+            while lease.deadline == before:
+                await asyncio.sleep(0.005)
+    assert lease.state is LeaseState.RELEASED
+
+
+async def test_a_release_whose_reply_is_lost_has_released(
+    client: AsyncLockClient, direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    lease = await client.acquire(name, 60.0)
+    proxy.drop_replies()
+    releasing = asyncio.create_task(client.release(lease))
+    await until_held(direct, name, held=False)
+    proxy.heal()
+    proxy.reset()
+    assert await releasing is True
+
+
+async def test_a_connection_whose_answer_is_unknown_is_closed_and_not_used_again(
+    direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    async with AsyncLockClient(f"http://127.0.0.1:{proxy.port}", request_timeout_s=0.1) as hasty:
+        await hasty.get(name)
+        assert proxy.open == 1
+        proxy.drop_replies()
+        with pytest.raises(LockServerUnreachable, match=r"no reply within 0\.1 s"):
+            await hasty.get(name)
+        await proxy.until(lambda p: p.open == 0)
+        proxy.heal()
+        await hasty.get(name)
+
+
+async def test_a_kept_connection_that_was_closed_meanwhile_is_replaced_without_a_word(
+    client: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    for end in (proxy.reset, proxy.half_close, proxy.reset):
+        lease = await client.acquire(name, 60.0)
+        end()
+        assert await client.release(lease) is True
+
+
+async def test_an_acquire_that_is_cancelled_after_its_grant_was_lost_gives_it_back(
+    client: AsyncLockClient, direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    proxy.drop_replies()
+    acquiring = asyncio.create_task(client.acquire(name, 60.0))
+    await until_held(direct, name)
+    acquiring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await acquiring
+    proxy.heal()
+    await until_held(direct, name, held=False)
+
+
+async def test_an_acquire_that_had_no_answer_in_time_gives_back_what_it_may_have_got(
+    direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    async with AsyncLockClient(f"http://127.0.0.1:{proxy.port}", request_timeout_s=0.2) as hasty:
+        proxy.drop_replies()
+        with pytest.raises(LockServerUnreachable):
+            await hasty.acquire(name, 60.0)
+        assert (await direct.get(name)).held
+        proxy.heal()
+        await until_held(direct, name, held=False)
+
+
+# -- silence ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_cut_network_loses_the_lease_at_its_own_deadline_and_cancels_the_body(
+    client: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    with pytest.raises(LeaseLost) as lost:
+        async with client.lock(name, 0.6) as lease, patience():
+            proxy.cut()
+            clock = client._core.clock
+            try:
+                await asyncio.Event().wait()
+            finally:
+                assert clock.now() >= lease.deadline, "it was given up before its deadline"
+                assert not lease.valid
+                proxy.heal()
+    assert lost.value.reason == "deadline"
+
+
+@contextlib.contextmanager
+def frozen(server: LockServerProcess) -> Iterator[None]:
+    server.program.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.program.signal(signal.SIGCONT)
+
+
+async def test_a_frozen_server_lets_the_heartbeats_own_deadline_fire(tmp_path: Path, name: str) -> None:
+    with lock_server(tmp_path) as own:
+        async with AsyncLockClient(own.url) as client:
+            lease = await client.acquire(name, 0.6)
+            client.start_heartbeat(lease)
+            with frozen(own):
+                async with patience():
+                    assert await lease.wait_lost() is True
+            assert lease.loss().reason == "deadline"
+            assert isinstance(lease.loss().__cause__, LockServerUnreachable)
+
+
+def test_a_frozen_server_lets_the_deadline_of_the_heartbeat_thread_fire(tmp_path: Path, name: str) -> None:
+    with lock_server(tmp_path) as own, LockClient(own.url, request_timeout_s=60.0) as client:
+        with pytest.raises(LeaseLost) as lost, client.lock(name, 0.6) as lease, frozen(own):
+            assert lease.lost.wait(PATIENCE_S)
+            assert not lease.valid
+        assert lost.value.reason == "deadline"
+
+
+async def test_a_short_silence_costs_nothing(client: AsyncLockClient, proxy: Proxy, name: str) -> None:
+    async with client.lock(name, 3.0, interval_s=0.1) as lease:
+        for _ in range(3):
+            proxy.cut()
+            accepted = proxy.accepted
+            sent = proxy.bytes_to_server
+            await asyncio.sleep(0.3)  # a silence is a length of time: at least one heartbeat falls into it
+            assert (proxy.accepted, proxy.bytes_to_server) == (accepted, sent)
+            before = lease.deadline
+            proxy.heal()
+            async with patience():
+                while lease.deadline == before:
+                    await asyncio.sleep(0.005)
+    assert lease.state is LeaseState.RELEASED
+
+
+# -- servers that die -------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_is_killed_and_started_again_keeps_leases_and_their_heartbeats(
+    tmp_path: Path, name: str
+) -> None:
+    with contextlib.ExitStack() as stack:
+        own = stack.enter_context(lock_server(tmp_path))
+        async with AsyncLockClient(own.url) as client, client.lock(name, 20.0, interval_s=0.1) as lease:
+            own.program.process.kill()
+            own.program.process.wait(PATIENCE_S)
+            stack.enter_context(lock_server(tmp_path, port=own.port))
+            with pytest.raises(LockHeld):  # what was granted stays granted
+                await client.acquire(name, 5.0)
+            before = lease.deadline
+            async with patience():
+                while lease.deadline == before:
+                    await asyncio.sleep(0.01)
+        async with AsyncLockClient(own.url) as client:
+            assert (await client.acquire(name, 5.0)).fencing_token > lease.fencing_token
+
+
+async def test_the_death_of_one_of_two_servers_is_not_noticed_by_those_who_hold_leases(
+    tmp_path: Path, name: str, throwaway_postgres: StartServer
+) -> None:
+    dsn = throwaway_postgres().dsn
+    assert command("migrate", "--dsn", dsn).code == 0
+    parts = {key: str(value) for key, value in conninfo_to_dict(dsn).items()}
+    store = f"postgresql:///{parts.pop('dbname')}?{urlencode(parts)}"
+    with contextlib.ExitStack() as stack:
+        one, two = (stack.enter_context(lock_server(tmp_path, store=store)) for _ in range(2))
+        async with AsyncLockClient([one.url, two.url]) as client, client.lock(name, 20.0, interval_s=0.1) as lease:
+            await client.renew(lease)
+            one.program.process.kill()
+            one.program.process.wait(PATIENCE_S)
+            before = lease.deadline
+            async with patience():
+                while lease.deadline == before:
+                    await asyncio.sleep(0.01)
+                another = await client.acquire(f"{name}/2", 5.0)
+            assert another.valid
+        assert lease.state is LeaseState.RELEASED
+
+
+# -- for threads ------------------------------------------------------------------------------------------------------
+
+
+async def test_the_blocking_client_retries_a_lost_reply_with_the_same_key(
+    direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    with LockClient(f"http://127.0.0.1:{proxy.port}") as client:
+        for number in range(10):
+            lock = f"{name}/{number}"
+            proxy.drop_replies()
+            acquiring = asyncio.create_task(asyncio.to_thread(client.acquire, lock, 60.0))
+            await until_held(direct, lock)
+            proxy.heal()
+            proxy.reset()
+            lease = await acquiring
+            assert (lease.fencing_token, (await direct.get(lock)).fencing_token) == (1, 1)
+            assert await asyncio.to_thread(client.release, lease) is True
+
+
+async def test_a_kept_blocking_connection_that_was_closed_is_replaced_without_a_word(proxy: Proxy, name: str) -> None:
+    with LockClient(f"http://127.0.0.1:{proxy.port}") as client:
+        for end in (proxy.reset, proxy.half_close, proxy.reset):
+            lease = await asyncio.to_thread(client.acquire, name, 60.0)
+            end()
+            assert await asyncio.to_thread(client.release, lease) is True
+
+
+async def test_a_blocking_acquire_without_an_answer_gives_back_what_it_may_have_got(
+    direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    with LockClient(f"http://127.0.0.1:{proxy.port}", request_timeout_s=0.2) as client:
+        proxy.drop_replies()
+        with pytest.raises(LockServerUnreachable):
+            await asyncio.to_thread(client.acquire, name, 60.0)
+        assert (await direct.get(name)).held
+        proxy.heal()
+        await until_held(direct, name, held=False)
+
+
+async def test_a_forked_child_shares_no_connection_with_its_parent(server: LockServerProcess, name: str) -> None:
+    import os
+
+    with LockClient(server.url) as client:
+        lease = client.acquire(name, 60.0)
+        inside_r, inside_w = os.pipe()
+        pid = os.fork()
+        if pid == 0:  # the child: says one letter for each truth, and leaves without cleaning up
+            said = b"n" if not lease.valid else b"?"
+            with contextlib.suppress(BaseException):
+                said += b"y" if client.get(name).held else b"?"
+                said += b"s" if client.acquire(f"{name}/child", 5.0).valid else b"?"
+            os.write(inside_w, said)
+            os._exit(0)
+        os.close(inside_w)
+        try:
+            assert client.get(name).held
+            assert await asyncio.to_thread(os.read, inside_r, 10) == b"nys"
+            assert client.release(lease) is True
+        finally:
+            os.close(inside_r)
+            os.waitpid(pid, 0)
+
+
+async def test_nothing_is_left_running_when_a_client_is_closed(server: LockServerProcess, name: str) -> None:
+    before = asyncio.all_tasks()
+    async with AsyncLockClient(server.url) as opened:
+        leases = [await opened.acquire(f"{name}/{number}", 60.0) for number in range(5)]
+        for lease in leases:
+            opened.start_heartbeat(lease, 0.01)
+        assert all(isinstance(lease, AsyncLease) for lease in leases)
+    assert asyncio.all_tasks() <= before
+    with LockClient(server.url) as blocking:
+        held = await asyncio.to_thread(blocking.acquire, f"{name}/b", 60.0)
+        blocking.start_heartbeat(held)
+    assert not [thread for thread in threading.enumerate() if thread.name == "pgleaderlock-heartbeat"]
