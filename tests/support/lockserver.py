@@ -2,7 +2,7 @@
 
     with lock_server(tmp_path) as server:                 # no tokens
         server.url, server.host, server.port
-    with lock_server(tmp_path, tokens=True) as server:    # server.admin_token, .token (any lock), .prefix_token ("team/")
+    with lock_server(tmp_path, tokens=True) as server:    # .token (any lock), .prefix_token ("team/"), .admin_token
 
 Imports the standard library and `support.program`. What a test changes is in its own folder.
 """
@@ -59,7 +59,7 @@ class LockServerProcess:
     def __init__(self, program: Program, url: str, *, tokens: bool) -> None:
         self.program = program
         self.url = url
-        self.host, port = re.fullmatch(r"https?://(.*):(\d+)", url).groups()  # type: ignore[union-attr]
+        self.host, _, port = url.partition("://")[2].rpartition(":")
         self.port = int(port)
         self.token = PLAIN_TOKEN if tokens else None
         self.prefix_token = PREFIX_TOKEN if tokens else None
@@ -96,11 +96,12 @@ class LockServerProcess:
 
 @contextlib.contextmanager
 def lock_server(
-    folder: Path, *options: str, store: str | None = None, port: int = 0, tokens: bool = False
+    folder: Path, *options: str, store: str | None = None, port: int = 0, tokens: bool = False, code: str = ""
 ) -> Iterator[LockServerProcess]:
     """Starts a server whose store is a new SQLite file in `folder`, unless `store` says otherwise; kills it at the end.
 
-    A second server with the same `folder` and without `store` finds the first one's file: that is a restart.
+    `code` runs in its process before it starts. A second server with the same `folder` and without `store` finds the
+    first one's file: that is a restart.
     """
     arguments = ["serve", "--port", str(port), "--store", store or f"sqlite:///{folder}/locks.db", *options]
     if tokens:
@@ -108,7 +109,7 @@ def lock_server(
         token_file.write_text(TOKEN_FILE)
         token_file.chmod(0o600)
         arguments += ["--token-file", str(token_file)]
-    with running(*arguments) as program:
+    with running(*arguments, code=code) as program:
         program.until("listening on ", "out")
         program.until("\n", "out")
         found = re.search(r"listening on (\S+)", program.out)

@@ -62,10 +62,20 @@ def document(info: Schema, operations: Sequence[Operation]) -> Schema:
         "info": info,
         "paths": paths,
         "components": {
-            "schemas": schemas,
+            "schemas": _for_ecmascript(schemas),
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _for_ecmascript(schema: Any) -> Any:
+    """Python's `\\Z` is `$` in the regular expressions of JSON Schema, where `$` is never in front of a line feed."""
+    if isinstance(schema, dict):
+        shown = {key: _for_ecmascript(value) for key, value in schema.items()}
+        if isinstance(shown.get("pattern"), str):
+            shown["pattern"] = shown["pattern"].replace(r"\Z", "$")
+        return shown
+    return [_for_ecmascript(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _described(operation: Operation) -> Schema:

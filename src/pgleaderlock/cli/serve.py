@@ -67,6 +67,7 @@ def _option(name: str, **settings: Any) -> Callable[[_Command], _Command]:
 @_option("--tls-key", type=_FILE, help="The certificate's key (PEM).")
 @_option("--max-connections", type=_COUNT, default=1024, show_default=True, help="Further ones wait.")
 @_option("--max-waiters", type=_COUNT, default=512, show_default=True, help="Requests that wait for locks.")
+@_option("--max-wait", type=_POSITIVE, default=60.0, help="The longest wait for a lock.  [default: 60s]")
 @_option("--max-locks", type=_COUNT, default=1_000_000, show_default=True, help="Locks the store may hold.")
 @_option("--sweep-interval", type=_POSITIVE, default=1.0, help="Between two looks for expired leases.  [default: 1s]")
 @_option("--header-timeout", type=_POSITIVE, default=30.0, help="For a header, and between requests.  [default: 30s]")
@@ -86,7 +87,9 @@ def serve(store: str, max_locks: int, log_format: str, log_level: str, **options
     settings = _settings(options)
     _allow_descriptors(settings.serving.connections_max)
     with Stopper() as stopper:
-        server = LockServer(store_from_url(store.strip(), max_locks), settings)
+        server = LockServer(
+            store_from_url(store.strip(), locks_max=max_locks, waiters_max=settings.service.waiters_max), settings
+        )
         note = "with tokens" if settings.token_file is not None else "without tokens, for this machine only"
         said = f"(store {without_passwords(store)}, {note})"
         _run(_serve(server, stopper, said))
@@ -146,7 +149,11 @@ def _settings(options: dict[str, Any]) -> "ServerSettings":
         body_timeout_s=options["body_timeout"],
         access_log=options["access_log"],
         serving=ServingLimits(connections_max=options["max_connections"], header_timeout_s=options["header_timeout"]),
-        service=ServiceLimits(waiters_max=options["max_waiters"], sweep_interval_s=options["sweep_interval"]),
+        service=ServiceLimits(
+            waiters_max=options["max_waiters"],
+            wait_ms_max=int(options["max_wait"] * 1000),
+            sweep_interval_s=options["sweep_interval"],
+        ),
     )
 
 

@@ -267,10 +267,9 @@ def _list_query(query: bytes) -> tuple[str, str | None, int]:
             raise Refusal(400, "unknown field in the query: known are prefix, cursor and limit")
     prefix = given.get("prefix", "")
     cursor = given.get("cursor")
-    if prefix:
-        wire.checked_name(prefix)
-    if cursor is not None and (len(cursor) > wire.CURSOR_CHARS_MAX or not cursor.isprintable()):
-        raise Refusal(400, "cursor is not the next_cursor of a page")
+    for text in (prefix, cursor):  # a cursor is a name too: the last one of the page before
+        if text:
+            wire.checked_name(text)
     limit = given.get("limit", str(wire.LIST_LIMIT_DEFAULT))
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= wire.LIST_LIMIT_MAX):
         raise Refusal(400, f"limit must be an integer from 1 to {wire.LIST_LIMIT_MAX}")

@@ -45,6 +45,11 @@ _KEY: dict[str, Any] = {
     "description": "A repeated acquire with the same key and owner gets the same lease while it is good.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 200, "pattern": wire.IDEMPOTENCY_KEY_PATTERN},
 }
+_PART_OF_NAME: dict[str, Any] = {
+    "type": "string",
+    "maxLength": wire.NAME_CHARS_MAX,
+    "pattern": wire.NAME_PATTERN.replace("+$", "*$"),
+}
 _LEASE = {
     "owner_id": "$response.body#/owner_id",
     "lease_id": "$response.body#/lease_id",
@@ -129,10 +134,8 @@ OPERATIONS = (
         {**_READ, 200: Reply("A page of locks.", wire.ListReply)},
         None,
         [
-            _query("prefix", "Only names that begin so.", {"type": "string", "maxLength": wire.NAME_CHARS_MAX}),
-            _query(
-                "cursor", "`next_cursor` of the page before.", {"type": "string", "maxLength": wire.CURSOR_CHARS_MAX}
-            ),
+            _query("prefix", "Only names that begin so.", _PART_OF_NAME),
+            _query("cursor", "`next_cursor` of the page before.", _PART_OF_NAME),
             _query("limit", "Locks on a page.", {"type": "integer", "minimum": 1, "maximum": wire.LIST_LIMIT_MAX}),
         ],
     ),

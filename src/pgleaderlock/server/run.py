@@ -25,6 +25,7 @@ from pgleaderlock.server.store import Store, StoreError
 __all__ = ["LOCKS_MAX", "LockServer", "ServerError", "ServerSettings", "store_from_url"]
 
 LOCKS_MAX = 1_000_000
+WAITERS_MAX = 512
 _ANSWER_S = 15.0
 """How long requests in flight have to be answered in at the end: longer than any statement of a store."""
 
@@ -56,7 +57,7 @@ class ServerSettings:
             check_tls(self.tls)
 
 
-def store_from_url(url: str, locks_max: int = LOCKS_MAX) -> Store:
+def store_from_url(url: str, *, locks_max: int = LOCKS_MAX, waiters_max: int = WAITERS_MAX) -> Store:
     """`sqlite:///relative.db`, `sqlite:////absolute.db` or `postgresql://…`. The store is not opened yet."""
     scheme, separator, rest = url.partition("://")
     if separator and scheme == "sqlite":
@@ -64,11 +65,11 @@ def store_from_url(url: str, locks_max: int = LOCKS_MAX) -> Store:
             raise ConfigurationError("--store: write sqlite:///locks.db, or sqlite:////var/lib/locks.db (four slashes)")
         from pgleaderlock.server.store_sqlite import SqliteStore  # noqa: PLC0415 - needs apsw, which PostgreSQL does not.
 
-        return SqliteStore(unquote(rest[1:]), locks_max=locks_max)
+        return SqliteStore(unquote(rest[1:]), locks_max=locks_max, waiters_max=waiters_max)
     if separator and scheme in ("postgresql", "postgres"):
         from pgleaderlock.server.store_postgres import PostgresStore  # noqa: PLC0415 - only where it is asked for.
 
-        return PostgresStore(url, locks_max=locks_max)
+        return PostgresStore(url, locks_max=locks_max, waiters_max=waiters_max)
     # Not repeated in the message: it may be a DSN of another form, with a password in it.
     raise ConfigurationError("--store must be sqlite:///path/to/locks.db or postgresql://user@host/dbname")
 

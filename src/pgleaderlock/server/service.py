@@ -46,6 +46,8 @@ _RETRY_LATER = (b"retry-after", b"60")
 class ServiceLimits:
     waiters_max: int = 512
     """Acquires with `wait_ms` that wait at the same time."""
+    wait_ms_max: int = wire.WAIT_MS_MAX
+    """A request that would wait longer is answered after this."""
     sweep_interval_s: float = 1.0
 
 
@@ -102,7 +104,7 @@ class Service:
         return self._answer(outcome)
 
     async def _parked(self, acquire: Acquire, wait_ms: int, gone: Callable[[], Awaitable[None]]) -> Outcome:
-        waiting = asyncio.ensure_future(self._store.wait(acquire, wait_ms))
+        waiting = asyncio.ensure_future(self._store.wait(acquire, min(wait_ms, self._limits.wait_ms_max)))
         leaving = asyncio.ensure_future(_call(gone))
         ending = asyncio.ensure_future(self._stopping.wait())
         try:

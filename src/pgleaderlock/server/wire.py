@@ -33,7 +33,6 @@ from pgleaderlock.server.store import (
 
 __all__ = [
     "BATCH_MAX",
-    "CURSOR_CHARS_MAX",
     "IDEMPOTENCY_KEY_PATTERN",
     "LIST_LIMIT_DEFAULT",
     "LIST_LIMIT_MAX",
@@ -76,22 +75,27 @@ WAIT_MS_MAX = 60_000
 BATCH_MAX = 500
 LIST_LIMIT_MAX = 1_000
 LIST_LIMIT_DEFAULT = 100
-CURSOR_CHARS_MAX = 1_200
 TOKEN_MAX = 2**63 - 1
 
-# No control characters, no line separators, no halves of surrogate pairs. The look-ahead is for Python alone, whose `$`
-# also matches in front of a last line feed.
-NAME_PATTERN = r"^[^\u0000-\u001f\u007f-\u009f\u2028\u2029\ud800-\udfff]{1,200}(?!\n)$"
-_NAME = re.compile(NAME_PATTERN)
+# No control characters and no line separators. What is published is a regular expression of ECMAScript; in Python `$`
+# would also match in front of a last line feed.
+NAME_PATTERN = r"^[^\u0000-\u001f\u007f-\u009f\u2028\u2029]+$"
+IDEMPOTENCY_KEY_PATTERN = r"^[\u0021-\u007e]+$"
+
+
+def _exact(pattern: str) -> str:
+    return pattern.removesuffix("$") + r"\Z"
+
+
+_NAME = re.compile(_exact(NAME_PATTERN))
 _NAME_RULE = f"1 to {NAME_CHARS_MAX} characters, none of them a control character"
 _IDEMPOTENCY_KEY = re.compile(rb"[\x21-\x7e]{1,200}")
-IDEMPOTENCY_KEY_PATTERN = r"^[\u0021-\u007e]{1,200}(?!\n)$"
 
-Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern=NAME_PATTERN)]
+Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern=_exact(NAME_PATTERN))]
 Ttl = Annotated[int, Meta(ge=1, le=TTL_MS_MAX)]
 Wait = Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)]
 Token = Annotated[int, Meta(ge=1, le=TOKEN_MAX)]
-Key = Annotated[str, Meta(min_length=1, max_length=200, pattern=IDEMPOTENCY_KEY_PATTERN)]
+Key = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern=_exact(IDEMPOTENCY_KEY_PATTERN))]
 
 # --- Requests
 
@@ -290,7 +294,7 @@ def lock_name_of(segment: bytes) -> str:
 
 
 def checked_name(name: str) -> str:
-    if not _NAME.match(name):
+    if len(name) > NAME_CHARS_MAX or not _NAME.match(name):
         raise Refusal(400, f"a lock name has {_NAME_RULE}")
     return name
 
