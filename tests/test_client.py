@@ -21,6 +21,7 @@ from pgleaderlock.client import (
     LockServerUnreachable,
     Release,
     Renew,
+    _beat,
 )
 from pgleaderlock.client import aio as aio_module
 from pgleaderlock.errors import ConfigurationError
@@ -272,11 +273,14 @@ async def test_a_task_is_as_uncancelled_after_a_lost_lease_as_before(
 ) -> None:
     task = asyncio.current_task()
     assert task is not None
-    with pytest.raises(LeaseLost):
-        async with client.lock(name, 1.0, interval_s=0.05):
+
+    async def work() -> None:
+        async with client.lock(name, 1.0, interval_s=0.05), patience():
             await admin.break_lock(name)
-            async with patience():
-                await asyncio.Event().wait()
+            await asyncio.Event().wait()
+
+    with pytest.raises(LeaseLost):
+        await work()
     assert task.cancelling() == 0
     await asyncio.sleep(0)
 
@@ -331,7 +335,7 @@ async def test_many_leases_of_one_client_are_renewed_in_few_calls(
     client: AsyncLockClient, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    renew_together = aio_module.renew_together
+    renew_together = _beat.renew_together
 
     def counting(core, plan, beats, timeout_s):  # type: ignore[no-untyped-def]
         calls.append(len(beats))
@@ -357,7 +361,7 @@ async def test_many_leases_of_one_client_are_renewed_in_few_calls(
 
 
 async def test_an_acquire_cancelled_at_any_moment_leaves_nothing_held(server: LockServerProcess, name: str) -> None:
-    """Each round lets the event loop turn once more before it cancels, and from the 30th on waits a little longer: so it
+    """Each round lets the event loop turn once more before it cancels, and the later ones wait a little longer: so it
     goes through every await of an acquire, from before the send to after the reply."""
     async with AsyncLockClient(server.url, token=server.token) as client:
         for turns in range(60):
@@ -450,7 +454,7 @@ def test_a_blocked_thread_gets_the_lock_when_another_one_releases_it(blocking: L
 def test_a_heartbeat_thread_keeps_a_lease_and_tells_of_its_loss(
     server: LockServerProcess, blocking: LockClient, name: str
 ) -> None:
-    with LockClient(server.url, token=server.admin_token) as admin, pytest.raises(LeaseLost) as lost:
+    def work(admin: LockClient) -> None:
         with blocking.lock(name, 0.5) as lease:
             with pytest.raises(LockHeld):
                 admin.acquire(name, 5.0, wait_s=1.2)
@@ -458,6 +462,9 @@ def test_a_heartbeat_thread_keeps_a_lease_and_tells_of_its_loss(
             admin.break_lock(name)
             assert lease.lost.wait(PATIENCE_S)
             lease.raise_if_lost()
+
+    with LockClient(server.url, token=server.admin_token) as admin, pytest.raises(LeaseLost) as lost:
+        work(admin)
     assert lost.value.reason == "not_owner"
 
 
@@ -495,12 +502,9 @@ def test_tls_is_spoken_to_https_addresses(tmp_path: Path, name: str) -> None:
     import subprocess
 
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-        + ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)],
-        check=True,
-        capture_output=True,
-    )
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*made.split(), *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
     with lock_server(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key)) as server:
         assert server.url.startswith("https://")
         context = ssl.create_default_context(cafile=str(cert))

@@ -4,6 +4,7 @@ The network is played by the test: it runs a flow step by step and says what cam
 """
 
 import inspect
+import itertools
 import json
 import os
 import re
@@ -146,7 +147,7 @@ def read(data: bytes, cuts: Sequence[int] = (), *, ends: bool = True) -> tuple[i
     connection = HttpConnection(b"Host: x\r\n")
     connection.encode(Request(b"GET", b"/"))
     places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
-    pieces = [data[a:b] for a, b in zip(places, places[1:], strict=False)] + ([b""] if ends else [])
+    pieces = [data[a:b] for a, b in itertools.pairwise(places)] + ([b""] if ends else [])
     for number, piece in enumerate(pieces):
         found = connection.feed(piece)
         if found is not None:

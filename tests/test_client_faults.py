@@ -211,16 +211,20 @@ async def test_an_acquire_that_had_no_answer_in_time_gives_back_what_it_may_have
 async def test_a_cut_network_loses_the_lease_at_its_own_deadline_and_cancels_the_body(
     client: AsyncLockClient, proxy: Proxy, name: str
 ) -> None:
-    with pytest.raises(LeaseLost) as lost:
+    clock = client._core.clock
+
+    async def work() -> None:
         async with client.lock(name, 0.6) as lease, patience():
             proxy.cut()
-            clock = client._core.clock
             try:
                 await asyncio.Event().wait()
             finally:
                 assert clock.now() >= lease.deadline, "it was given up before its deadline"
                 assert not lease.valid
                 proxy.heal()
+
+    with pytest.raises(LeaseLost) as lost:
+        await work()
     assert lost.value.reason == "deadline"
 
 
@@ -246,10 +250,14 @@ async def test_a_frozen_server_lets_the_heartbeats_own_deadline_fire(tmp_path: P
 
 
 def test_a_frozen_server_lets_the_deadline_of_the_heartbeat_thread_fire(tmp_path: Path, name: str) -> None:
-    with lock_server(tmp_path) as own, LockClient(own.url, request_timeout_s=60.0) as client:
-        with pytest.raises(LeaseLost) as lost, client.lock(name, 0.6) as lease, frozen(own):
+    def work(client: LockClient, own: LockServerProcess) -> None:
+        with client.lock(name, 0.6) as lease, frozen(own):
             assert lease.lost.wait(PATIENCE_S)
             assert not lease.valid
+
+    with lock_server(tmp_path) as own, LockClient(own.url, request_timeout_s=60.0) as client:
+        with pytest.raises(LeaseLost) as lost:
+            work(client, own)
         assert lost.value.reason == "deadline"
 
 
@@ -373,7 +381,7 @@ async def test_a_forked_child_shares_no_connection_with_its_parent(server: LockS
             assert client.release(lease) is True
         finally:
             os.close(inside_r)
-            os.waitpid(pid, 0)
+            await asyncio.to_thread(os.waitpid, pid, 0)
 
 
 async def test_nothing_is_left_running_when_a_client_is_closed(server: LockServerProcess, name: str) -> None:

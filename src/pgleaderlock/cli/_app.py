@@ -44,6 +44,7 @@ COMMANDS = {
     "migrate": LazyCommand("pgleaderlock.cli.migrate:migrate", "Create or upgrade the ledger's tables."),
     "epoch": LazyCommand("pgleaderlock.cli.epoch:epoch", "Move a role's epoch ahead after a restore."),
     "serve": LazyCommand("pgleaderlock.cli.serve:serve", "Serve leases with fencing tokens over HTTP."),
+    "lock": LazyCommand("pgleaderlock.cli.lock_:lock", "Take, keep and look at locks of a lock server."),
     "demo": LazyCommand("pgleaderlock.cli.demo:demo", "Watch three nodes elect a leader and survive its death."),
 }
 
