@@ -122,7 +122,7 @@ async def reused_after_power_cuts(tmp_path: Path, cuts: int) -> int:
 @pytest.fixture
 def small_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log goes back into the file often, so that power fails then too."""
-    monkeypatch.setattr(_sqlite_file, "CHECKPOINT_PAGES", 20)
+    monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 20)
 
 
 @pytest.mark.timeout(600)

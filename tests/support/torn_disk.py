@@ -77,6 +77,7 @@ class _File(apsw.VFSFile):
     def xSync(self, flags: int) -> None:  # noqa: N802
         if self._disk.sync_fails:
             raise apsw.IOError("this disk does not sync")
+        # Before the call: what another thread writes meanwhile may have come too late for this sync.
+        self._disk.record.append(("sync", self._name, 0, b""))
         super().xSync(flags)
         self._disk.syncs += 1
-        self._disk.record.append(("sync", self._name, 0, b""))

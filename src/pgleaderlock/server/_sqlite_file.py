@@ -17,7 +17,18 @@ import apsw
 from pgleaderlock import _sql
 from pgleaderlock.server.store import StoreBusy, StoreError
 
-__all__ = ["SCHEMA_VERSION", "Claim", "Identity", "count_run", "described", "open_reader", "open_writer", "sql"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "Claim",
+    "Identity",
+    "count_run",
+    "described",
+    "explained",
+    "open_copier",
+    "open_reader",
+    "open_writer",
+    "sql",
+]
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x70676C6C  # "pgll", in the header of the file: nobody else's database is touched
@@ -25,7 +36,7 @@ SYNCHRONOUS_FULL = 2
 SYNCHRONOUS = SYNCHRONOUS_FULL
 PAGE_BYTES = 1024  # a grant writes one page: with a million locks, small ones are a third faster
 CACHE_KIB = 64 * 1024
-CHECKPOINT_PAGES = 16_000
+LOG_PAGES = 4_000
 BUSY_MS = 2000
 # SQLite's write-ahead log needs memory that all its users share, and locks that hold: neither crosses a network.
 NETWORK_FILE_SYSTEMS = frozenset({
@@ -147,6 +158,15 @@ def open_reader(path: Path, vfs: str | None) -> apsw.Connection:
     return connection
 
 
+def open_copier(path: Path, vfs: str | None) -> apsw.Connection:
+    """A connection that copies the log into the file, as durably as the writer would."""
+    with described(path):
+        connection = apsw.Connection(str(path), vfs=vfs)
+        _set_up(connection, path)
+        connection.wal_autocheckpoint(0)
+    return connection
+
+
 def count_run(connection: apsw.Connection, path: Path) -> int:
     """The number of this run, one higher than ever, durably."""
     with described(path):
@@ -206,7 +226,6 @@ def _set_up(connection: apsw.Connection, path: Path) -> None:
     connection.execute("PRAGMA checkpoint_fullfsync = ON")
     connection.execute(f"PRAGMA cache_size = {-CACHE_KIB}")
     connection.execute("PRAGMA temp_store = MEMORY")
-    connection.wal_autocheckpoint(CHECKPOINT_PAGES)
     synchronous = connection.execute("PRAGMA synchronous").get
     if mode != "wal" or synchronous != SYNCHRONOUS:
         raise StoreError(

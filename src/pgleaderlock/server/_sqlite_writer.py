@@ -19,6 +19,7 @@ import apsw
 from pgleaderlock._clock import Clock
 from pgleaderlock.server._sqlite_file import Identity, explained, sql
 from pgleaderlock.server._sqlite_locks import Locks
+from pgleaderlock.server._sqlite_log import Log
 from pgleaderlock.server._sqlite_waiting import Ticket
 from pgleaderlock.server.store import Operation, StoreError
 
@@ -73,6 +74,7 @@ class Writer:
         self,
         connection: apsw.Connection,
         locks: Locks,
+        log: Log,
         *,
         run: int,
         path: Path,
@@ -82,6 +84,7 @@ class Writer:
     ) -> None:
         self._connection = connection
         self._locks = locks
+        self._log = log
         self._run_number = run
         self._path = path
         self._clock = clock
@@ -111,12 +114,14 @@ class Writer:
             group, stop = self._take()
             answers = self._transact(group, closing=stop is not None)
             if stop is not None:
+                self._log.close()
                 self._connection.close(True)
                 answers.append((stop.future, None))
             with contextlib.suppress(RuntimeError):  # the application's loop is gone, and nobody waits
                 self._loop.call_soon_threadsafe(self._settle, answers, self._locks.room.next_due_ns)
             if stop is not None:
                 return
+            self._log.due()
 
     def _take(self) -> tuple[list[Item], Stop | None]:
         """Waits for the first item; takes all that have gathered behind it, within bounds."""
@@ -157,7 +162,10 @@ class Writer:
             self._roll_back()
             locks.rows, locks.held = before
             self._owed = cancels[-CANCELS_OWED_MAX:]
-            return self._failed(group, explained(error, self._path), closing=closing)
+            told = explained(error, self._path)
+            if not isinstance(told, StoreError):
+                told = StoreError(f"{self._path}: {error!r}: this is a defect of the server; nothing was granted")
+            return self._failed(group, told, closing=closing)
         self._owed = []
         return locks.answers
 
@@ -214,7 +222,9 @@ class Writer:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
 
-    def _failed(self, group: list[Item], error: Exception, *, closing: bool) -> list[tuple["asyncio.Future[Any]", Any]]:
+    def _failed(
+        self, group: list[Item], error: StoreError, *, closing: bool
+    ) -> list[tuple["asyncio.Future[Any]", Any]]:
         room = self._locks.room
         futures = [future for future, _ in self._locks.answers]
         for item in group:

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
-from pgleaderlock.server._sqlite_file import Claim, count_run, described, open_reader, open_writer, sql
+from pgleaderlock.server import _sqlite_file
+from pgleaderlock.server._sqlite_file import Claim, count_run, described, open_copier, open_reader, open_writer, sql
 from pgleaderlock.server._sqlite_locks import MS, Locks, Run, view
+from pgleaderlock.server._sqlite_log import Log
 from pgleaderlock.server._sqlite_waiting import Ticket
 from pgleaderlock.server._sqlite_writer import Call, Cancel, Tick, Writer
 from pgleaderlock.server.store import (
@@ -129,10 +131,12 @@ class SqliteStore:
                 self._locks = Locks(connection, self._run, self._locks_max)
                 self._reader = open_reader(self._path, self._vfs)
                 opened.append(self._reader)
+                copier = open_copier(self._path, self._vfs)
                 self._pid = os.getpid()
                 writer = Writer(
                     connection,
                     self._locks,
+                    Log(connection, copier, _sqlite_file.LOG_PAGES),
                     run=number,
                     path=self._path,
                     clock=self._clock,

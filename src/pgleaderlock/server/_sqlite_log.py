@@ -1,0 +1,67 @@
+"""Brings the write-ahead log of the SQLite store back into its file, beside the writer and not in its way.
+
+With a million locks nearly every grant changes a page of its own, and to copy thousands of them takes as long as
+thousands of grants. SQLite can do that from another connection while the writer goes on. Only the last bit is the
+writer's: the log starts again at its beginning when all of it has been copied and nobody has written meanwhile.
+
+Imports apsw and the standard library. Must never keep the writer waiting, and never write but what the log has.
+"""
+
+import contextlib
+import queue
+import threading
+
+import apsw
+
+__all__ = ["Log"]
+
+COPY_FACTOR = 4
+"""The writer finishes the copying itself when the log is so many times longer than it should be."""
+
+
+class Log:
+    """`due()` after each commit, in the writer's thread. `copier` is a connection for the thread of this log alone."""
+
+    def __init__(self, writer: apsw.Connection, copier: apsw.Connection, pages_max: int) -> None:
+        self._writer = writer
+        self._copier = copier
+        self._pages_max = pages_max
+        self._pages = 0
+        self._idle = threading.Event()
+        self._idle.set()
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="pgleaderlock lock log", daemon=True)
+        writer.set_wal_hook(self._committed)
+        self._thread.start()
+
+    def _committed(self, connection: apsw.Connection, database: str, pages: int) -> int:
+        self._pages = pages
+        return apsw.SQLITE_OK
+
+    def due(self) -> None:
+        if self._pages < self._pages_max or not self._idle.is_set():
+            return
+        if self._pages < COPY_FACTOR * self._pages_max:
+            self._idle.clear()
+            self._asked.put(True)
+        else:
+            # Nearly all of it has been copied by now. The next transaction begins at the beginning.
+            _copy(self._writer)
+            self._pages = 0
+
+    def close(self) -> None:
+        """Ends the thread and its connection; the writer's own is the last, and copies what is left."""
+        self._asked.put(False)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while self._asked.get():
+            _copy(self._copier)
+            self._idle.set()
+        self._copier.close(True)
+
+
+def _copy(connection: apsw.Connection) -> None:
+    # If it cannot be done now, the log holds what was committed all the same, and it is tried again after the next.
+    with contextlib.suppress(apsw.Error):
+        connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)

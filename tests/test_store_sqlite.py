@@ -1,0 +1,685 @@
+"""What is the SQLite store's own: its file, its one writer, its clock, and how it fails."""
+
+# ruff: noqa: ASYNC220, ASYNC240 - a test may stand still: that is how it comes between two threads.
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import apsw
+import pytest
+
+from fakes import FakeClock
+from pgleaderlock.server import _sqlite_file, _sqlite_locks, store_sqlite
+from pgleaderlock.server.store import (
+    Acquire,
+    Granted,
+    Held,
+    NotRenewed,
+    Released,
+    Renewed,
+    StoreBusy,
+    StoreError,
+    StoreFull,
+    Sweep,
+)
+from pgleaderlock.server.store_sqlite import SqliteStore
+from support.stores import PATIENCE_S, acquired, held, release_of, renew_of, until_waiting
+from support.torn_disk import Disk
+
+USER = Path(__file__).parent / "support" / "store_user.py"
+OpenStore = Callable[..., AbstractAsyncContextManager[SqliteStore]]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "locks.db"
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def opened(path: Path, clock: FakeClock) -> OpenStore:
+    @asynccontextmanager
+    async def open_it(**options: Any) -> AsyncIterator[SqliteStore]:
+        store = SqliteStore(options.pop("path", path), **{"clock": clock, **options})
+        await store.open()
+        try:
+            yield store
+        finally:
+            await store.close()
+
+    return open_it
+
+
+@pytest.fixture
+def disk() -> Any:
+    disk = Disk()
+    yield disk
+    disk.unregister()
+
+
+class Blocked:
+    """Holds up the writer's thread, inside a transaction, for as long as the block lasts."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+        self._free = threading.Event()
+        self._reached = threading.Event()
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._store._call(lambda locks: self._hold()))
+        await asyncio.to_thread(self._reached.wait, PATIENCE_S)
+
+    def _hold(self) -> None:
+        self._reached.set()
+        self._free.wait(PATIENCE_S)
+
+    async def __aexit__(self, *error: object) -> None:
+        self._free.set()
+        await self._task
+
+
+def stand_still_until(happened: Callable[[], bool]) -> None:
+    """Waits for the writer's thread while the event loop does nothing: what it answers is not heard yet."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def read(path: Path, query: str, *values: Any) -> Any:
+    """One value out of the file, past the store."""
+    connection = apsw.Connection(str(path))
+    try:
+        return connection.execute(query, values).get
+    finally:
+        connection.close()
+
+
+def write(path: Path, statement: str) -> None:
+    """Somebody changes the file while no store uses it."""
+    connection = apsw.Connection(str(path))
+    try:
+        connection.execute(statement)
+    finally:
+        connection.close()
+
+
+# --- Durable, or refused
+
+
+async def test_every_commit_is_synced(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        connection = store._locks._connection
+        assert connection.execute("PRAGMA synchronous").get == 2
+        assert connection.execute("PRAGMA journal_mode").get == "wal"
+        for number in range(5):
+            before = disk.syncs
+            await acquired(store, f"job-{number}")
+            assert disk.syncs > before
+
+
+@pytest.mark.parametrize("ignored", ["PRAGMA synchronous", "PRAGMA journal_mode"])
+async def test_a_file_that_does_not_take_the_durable_settings_is_refused(
+    path: Path, monkeypatch: pytest.MonkeyPatch, ignored: str
+) -> None:
+    class Stubborn(apsw.Connection):
+        def execute(self, statement: str, *args: Any, **options: Any) -> apsw.Cursor:  # type: ignore[override]
+            weak = {"PRAGMA synchronous": "PRAGMA synchronous = 1", "PRAGMA journal_mode": "PRAGMA journal_mode"}
+            if statement.startswith(f"{ignored} ="):
+                statement = weak[ignored]
+            return super().execute(statement, *args, **options)
+
+    monkeypatch.setattr(apsw, "Connection", Stubborn)
+    with pytest.raises(StoreError, match="cannot be written durably"):
+        await SqliteStore(path).open()
+
+
+async def test_what_has_gathered_while_the_disk_was_busy_is_one_commit(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        async with Blocked(store):
+            tasks = [asyncio.create_task(store.apply([Acquire(f"job-{n}", "alice", 30_000)])) for n in range(200)]
+            await asyncio.sleep(0)
+            before = disk.syncs
+        await asyncio.gather(*tasks)
+        assert disk.syncs == before + 1
+
+
+async def test_a_release_and_the_grant_to_the_next_are_one_commit(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        lease = await acquired(store, "job")
+        task = asyncio.create_task(store.wait(Acquire("job", "bob", 30_000), 600_000))
+        await until_waiting(store, "job", 1)
+        before = disk.syncs
+        await store.apply([release_of(lease)])
+        assert isinstance(await task, Granted)
+        assert disk.syncs == before + 1
+
+
+async def test_a_refusal_costs_no_sync(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        await acquired(store, "job")
+        before = disk.syncs
+        await held(store, "job")
+        assert disk.syncs == before
+
+
+# --- Its clock
+
+
+async def test_after_a_restart_a_lease_counts_for_its_full_duration_again(opened: OpenStore, clock: FakeClock) -> None:
+    async with opened() as store:
+        lease = await acquired(store, "job", ttl_ms=10_000)
+        clock.advance(9)
+    async with opened() as store:
+        clock.advance(9)
+        refusal = await held(store, "job")
+        assert refusal.remaining_ms == 1_000
+        assert (await store.get("job")).held
+        clock.advance(1)
+        assert await store.apply([renew_of(lease)]) == [NotRenewed()]
+        assert (await acquired(store, "job", "bob")).fencing_token == 2
+
+
+async def test_a_clock_that_starts_again_at_nothing_ends_no_lease_early(opened: OpenStore, clock: FakeClock) -> None:
+    async with opened() as store:
+        lease = await acquired(store, "job", ttl_ms=10_000)
+    rebooted = FakeClock()
+    rebooted.jump(-999.0)
+    async with opened(clock=rebooted) as store:
+        rebooted.advance(9)
+        await held(store, "job")
+        assert isinstance((await store.apply([renew_of(lease, 10_000)]))[0], Renewed)
+        rebooted.advance(11)
+        await acquired(store, "job", "bob")
+
+
+async def test_a_renewed_lease_counts_for_what_it_was_renewed_by(opened: OpenStore, clock: FakeClock) -> None:
+    async with opened() as store:
+        lease = await acquired(store, "job", ttl_ms=10_000)
+        await store.apply([renew_of(lease, 100_000)])
+    async with opened() as store:
+        clock.advance(99)
+        await held(store, "job")
+        clock.advance(2)
+        await acquired(store, "job", "bob")
+
+
+async def test_the_wall_clock_decides_nothing(
+    opened: OpenStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as store:
+        await acquired(store, "job", ttl_ms=10_000)
+        now_ns = time.time_ns()
+        for jump_s in (10**9, -(10**9)):
+            monkeypatch.setattr(time, "time_ns", lambda jump_s=jump_s: now_ns + jump_s * 10**9)
+            await held(store, "job")
+            assert (await store.sweep()).held == 1
+        clock.advance(10)
+        await acquired(store, "job", "bob")
+
+
+async def test_a_waiter_whose_turn_came_before_its_end_is_granted_in_one_leap_of_time(
+    opened: OpenStore, clock: FakeClock
+) -> None:
+    async with opened() as store:
+        await acquired(store, "job", ttl_ms=10_000)
+        late = asyncio.create_task(store.wait(Acquire("job", "bob", 30_000), 5_000))
+        await until_waiting(store, "job", 1)
+        patient = asyncio.create_task(store.wait(Acquire("job", "carol", 30_000), 15_000))
+        await until_waiting(store, "job", 2)
+        clock.advance(60)  # as after a suspend: both moments have passed
+        assert isinstance(await late, Held)
+        lease = await patient
+        assert isinstance(lease, Granted)
+        assert lease.waited_ms == 60_000
+        assert isinstance((await store.apply([renew_of(lease)]))[0], Renewed)
+
+
+# --- What outlives a lock's row
+
+
+async def test_a_lock_that_is_long_free_is_pruned_and_its_token_and_version_stay(
+    opened: OpenStore, path: Path, clock: FakeClock
+) -> None:
+    async with opened(free_kept_s=3600) as store:
+        await store.apply([release_of(await acquired(store, "job"))])
+        await acquired(store, "held", ttl_ms=600_000)
+        before = await store.get("job")
+        clock.advance(3599)
+        await store.sweep()
+        assert read(path, "SELECT count(*) FROM locks") == 2
+        clock.advance(1)
+        await store.sweep()
+        assert read(path, "SELECT count(*) FROM locks WHERE lock_name = 'job'") == 0
+        assert await store.get("job") == before
+        assert before in (await store.list_locks("", None, 10)).locks
+        assert (await acquired(store, "job")).fencing_token == before.fencing_token + 1
+        assert (await store.get("job")).version > before.version
+        assert [lock.lock_name for lock in (await store.list_locks("", None, 10)).locks] == ["held", "job"]
+
+
+async def test_a_pruned_lock_makes_room(opened: OpenStore, clock: FakeClock) -> None:
+    async with opened(free_kept_s=3600, locks_max=1) as store:
+        await store.apply([release_of(await acquired(store, "one"))])
+        assert await store.apply([Acquire("two", "alice", 1_000)]) == [StoreFull(1)]
+        clock.advance(3600)
+        await store.sweep()
+        await acquired(store, "two")
+
+
+async def test_a_row_that_somebody_deletes_by_hand_resets_no_token(opened: OpenStore, path: Path) -> None:
+    async with opened() as store:
+        lease = await acquired(store, "job")
+        before = await store.get("job")
+    write(path, "DELETE FROM locks")
+    async with opened() as store:
+        assert (await acquired(store, "job")).fencing_token == lease.fencing_token + 1
+        assert (await store.get("job")).version > before.version
+
+
+async def test_the_sweep_goes_in_small_steps_and_goes_on_where_it_stopped(
+    opened: OpenStore, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_sqlite, "WALK_STEP", 4)
+    monkeypatch.setattr(store_sqlite, "WALK_MAX", 8)
+    monkeypatch.setattr(store_sqlite, "TIDY_STEP", 3)
+    async with opened() as store:
+        await store.apply([Acquire(f"job-{number:02}", "alice", 10_000) for number in range(20)])
+        clock.advance(10)
+        assert [await store.sweep() for _ in range(3)] == [Sweep(8, 12), Sweep(8, 4), Sweep(4, 0)]
+
+
+async def test_the_counts_are_those_of_the_file_after_a_restart(opened: OpenStore) -> None:
+    async with opened() as store:
+        await store.apply([Acquire(f"job-{number}", "alice", 10_000) for number in range(5)])
+        await store.apply([release_of(await acquired(store, "free"))])
+    async with opened(locks_max=6) as store:
+        assert await store.sweep() == Sweep(0, 5)
+        assert await store.apply([Acquire("seventh", "alice", 10_000)]) == [StoreFull(6)]
+
+
+async def test_a_break_is_written_down_and_the_last_ones_are_kept(
+    opened: OpenStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sqlite_locks, "BREAKS_KEPT", 3)
+    async with opened() as store:
+        lease = await acquired(store, "job")
+        await store.break_lock("job", "anna")
+        assert read(path, "SELECT broken_by || owner_id || lease_id FROM breaks") == f"annaalice{lease.lease_id}"
+        for number in range(5):
+            await store.break_lock("job", f"admin-{number}")
+        assert read(path, "SELECT group_concat(broken_by) FROM breaks") == "admin-2,admin-3,admin-4"
+
+
+# --- One process, one file
+
+
+async def test_a_file_in_use_is_refused_and_says_by_whom(opened: OpenStore, path: Path) -> None:
+    async with opened():
+        with pytest.raises(StoreError, match=f"in use by another lock server \\(process {os.getpid()}\\)"):
+            await SqliteStore(path).open()
+    async with opened():
+        pass
+
+
+def spoken(process: "subprocess.Popen[bytes]", what: str) -> dict[str, Any]:
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        message: dict[str, Any] = json.loads(line)
+        if message["what"] == what:
+            return message
+    raise AssertionError(f"it ended before it said {what!r}")
+
+
+async def test_a_file_in_use_by_another_process_is_refused_until_that_is_killed(opened: OpenStore, path: Path) -> None:
+    with subprocess.Popen([sys.executable, str(USER), "hold", str(path)], stdout=subprocess.PIPE) as owner:
+        try:
+            spoken(owner, "held")
+            with pytest.raises(StoreError, match=f"process {owner.pid}"):
+                await SqliteStore(path).open()
+        finally:
+            owner.kill()
+    async with opened() as store:
+        assert (await held(store, "job")).current_owner_id == "holder"
+
+
+async def test_a_forked_child_is_refused_and_does_not_keep_the_file_of_its_dead_parent(
+    opened: OpenStore, path: Path
+) -> None:
+    with subprocess.Popen([sys.executable, str(USER), "fork", str(path)], stdout=subprocess.PIPE) as parent:
+        try:
+            for _ in range(2):
+                assert "before a fork" in spoken(parent, "child was refused")["why"]
+            child = spoken(parent, "child")["pid"]
+        finally:
+            parent.kill()
+            parent.wait()
+        try:
+            async with opened() as store:
+                await acquired(store, "job")
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+async def test_one_that_lost_the_file_to_another_grants_nothing_any_more(opened: OpenStore, path: Path) -> None:
+    async with opened() as old:
+        lease = await acquired(old, "job")
+        Path(f"{path}-owner").unlink()  # the claim is lost: only the number of the run is left to tell
+        async with opened() as new:
+            with pytest.raises(StoreError, match="opened by another lock server"):
+                await old.apply([release_of(lease)])
+            with pytest.raises(StoreError, match="opened by another lock server"):
+                await old.check()
+            assert await new.apply([release_of(lease)]) == [Released()]
+            assert (await acquired(new, "job")).fencing_token == 2
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"], ids=["file", "log"])
+async def test_a_file_that_was_moved_away_grants_nothing_until_it_is_back(
+    opened: OpenStore, path: Path, suffix: str
+) -> None:
+    async with opened() as store:
+        lease = await acquired(store, "job")
+        moved, aside = Path(f"{path}{suffix}"), path.with_name("aside")
+        moved.rename(aside)
+        with pytest.raises(StoreError, match="moved, removed or replaced"):
+            await store.apply([Acquire("other", "alice", 30_000)])
+        aside.rename(moved)
+        assert await store.apply([release_of(lease)]) == [Released()]
+
+
+# --- Files that cannot be used
+
+
+async def refused(path: Path, match: str) -> None:
+    with pytest.raises(StoreError, match=match):
+        await SqliteStore(path).open()
+
+
+async def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    await refused(tmp_path / "none" / "locks.db", "folder .*none does not exist: create it")
+
+
+async def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "locks.db").mkdir()
+    await refused(tmp_path / "locks.db", "is not a file")
+
+
+async def test_a_file_that_is_no_database_is_left_as_it_is(path: Path) -> None:
+    path.write_text("something of somebody else's " * 1000)
+    before = path.read_bytes()
+    await refused(path, "is not an SQLite database")
+    assert path.read_bytes() == before
+
+
+async def test_a_database_of_another_program_is_left_as_it_is(path: Path) -> None:
+    write(path, "CREATE TABLE theirs (what)")
+    before = path.read_bytes()
+    await refused(path, "database of another program")
+    assert path.read_bytes() == before
+
+
+async def test_a_file_of_a_newer_version_is_left_as_it_is(opened: OpenStore, path: Path) -> None:
+    async with opened():
+        pass
+    write(path, "UPDATE meta SET value = 2 WHERE name = 'schema_version'")
+    before = path.read_bytes()
+    await refused(path, "newer version of pgleaderlock")
+    assert path.read_bytes() == before
+
+
+async def test_a_damaged_file_is_refused(opened: OpenStore, path: Path) -> None:
+    async with opened() as store:
+        await store.apply([Acquire(f"job-{number}", "alice", 30_000) for number in range(500)])
+    damaged = bytearray(path.read_bytes())
+    damaged[1024:] = os.urandom(len(damaged) - 1024)
+    path.write_bytes(damaged)
+    await refused(path, "damaged")
+
+
+async def test_a_network_file_system_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _sqlite_file._file_system(Path("/proc/self")) == "proc"
+    monkeypatch.setattr(_sqlite_file, "_file_system", lambda folder: "nfs4")
+    await refused(path, r"network file system \(nfs4\)")
+
+
+async def test_a_store_that_could_not_be_opened_can_be_opened_when_the_cause_is_gone(path: Path) -> None:
+    path.mkdir()
+    store = SqliteStore(path)
+    with pytest.raises(StoreError):
+        await store.open()
+    path.rmdir()
+    await store.open()
+    await store.check()
+    await store.close()
+
+
+async def test_limits_below_one_are_refused(path: Path) -> None:
+    with pytest.raises(ValueError, match="locks_max"):
+        SqliteStore(path, locks_max=0)
+
+
+# --- Failing while in use
+
+
+async def test_a_full_disk_grants_nothing_loses_nothing_and_works_again_with_space(
+    opened: OpenStore, disk: Disk
+) -> None:
+    async with opened(vfs=disk.name) as store:
+        kept = await acquired(store, "kept", ttl_ms=600_000)
+        waiter = asyncio.create_task(store.wait(Acquire("kept", "bob", 30_000), 600_000))
+        await until_waiting(store, "kept", 1)
+        disk.full = True
+        outcomes = await asyncio.gather(
+            *(store.apply([Acquire(f"job-{number}", "alice", 30_000)]) for number in range(20)),
+            store.wait(Acquire("waited", "alice", 30_000), 1_000),
+            store.break_lock("kept", "admin"),
+            return_exceptions=True,
+        )
+        assert {type(outcome) for outcome in outcomes} == {StoreError}
+        assert "the disk is full: free some space" in str(outcomes[0])
+        with pytest.raises(StoreError, match="disk is full"):
+            await store.check()
+        assert (await store.get("kept")).held
+        disk.full = False
+        await store.check()
+        assert await store.sweep() == Sweep(0, 1)
+        for number in range(20):
+            assert (await acquired(store, f"job-{number}")).fencing_token == 1
+        if waiter.done():  # the break that failed had given it the lock
+            with pytest.raises(StoreError):
+                await waiter
+        assert await store.apply([release_of(kept)]) == [Released()]
+
+
+async def test_those_who_wait_behind_a_failed_commit_are_still_served(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        lease = await acquired(store, "job")
+        tasks = []
+        for number in range(2):
+            tasks.append(asyncio.create_task(store.wait(Acquire("job", f"waiter-{number}", 30_000), 600_000)))
+            await until_waiting(store, "job", number + 1)
+        disk.full = True
+        with pytest.raises(StoreError):
+            await store.apply([release_of(lease)])
+        with pytest.raises(StoreError):
+            await tasks[0]  # its grant was part of what failed
+        disk.full = False
+        assert await store.apply([release_of(lease)]) == [Released()]
+        got = await tasks[1]
+        assert isinstance(got, Granted)
+        assert got.fencing_token == 2
+
+
+async def test_a_sync_that_fails_is_told_and_its_token_is_not_lost(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        disk.sync_fails = True
+        with pytest.raises(StoreError, match="disk gave an error"):
+            await store.apply([Acquire("job", "alice", 30_000)])
+        disk.sync_fails = False
+        await acquired(store, "job")
+    async with opened() as store:
+        await held(store, "job")
+
+
+async def test_a_file_that_has_become_read_only_is_told(opened: OpenStore) -> None:
+    async with opened() as store:
+        store._locks._connection.execute("PRAGMA query_only = ON")
+        with pytest.raises(StoreError, match="read-only: make file and folder writable"):
+            await store.apply([Acquire("job", "alice", 30_000)])
+        store._locks._connection.execute("PRAGMA query_only = OFF")
+        await acquired(store, "job")
+
+
+async def test_a_lease_whose_waiter_has_gone_is_given_back_even_if_the_disk_was_full(
+    opened: OpenStore, disk: Disk
+) -> None:
+    async with opened(vfs=disk.name) as store:
+        gone = asyncio.create_task(store.wait(Acquire("job", "bob", 600_000), 600_000))
+        before = disk.syncs
+        await asyncio.sleep(0)
+        stand_still_until(lambda: disk.syncs > before)  # the grant is made, and its owner does not know yet
+        gone.cancel()
+        disk.full = True
+        await asyncio.gather(gone, return_exceptions=True)
+        with pytest.raises(StoreError):
+            await store.check()
+        assert (await store.get("job")).held
+        disk.full = False
+        await store.check()
+        assert not (await store.get("job")).held
+
+
+async def test_a_file_that_another_program_locks_is_busy(
+    opened: OpenStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sqlite_file, "BUSY_MS", 1)
+    async with opened() as store:
+        other = apsw.Connection(str(path))
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreBusy, match="locked by another program"):
+            await store.apply([Acquire("job", "alice", 30_000)])
+        other.close(True)
+        await acquired(store, "job")
+
+
+# --- Bounds, and who waits for whom
+
+
+async def test_a_full_queue_is_busy(opened: OpenStore) -> None:
+    async with opened(queue_max=10) as store:
+        async with Blocked(store):
+            tasks = [asyncio.create_task(store.apply([Acquire(f"job-{n}", "alice", 30_000)])) for n in range(10)]
+            await asyncio.sleep(0)
+            with pytest.raises(StoreBusy, match="10 operations wait"):
+                await store.apply([Acquire("one too many", "alice", 30_000)])
+        await asyncio.gather(*tasks)
+        await acquired(store, "one too many")
+
+
+async def test_too_many_who_wait_are_busy(opened: OpenStore) -> None:
+    async with opened(waiters_max=3) as store:
+        lease = await acquired(store, "job")
+        tasks = [asyncio.create_task(store.wait(Acquire("job", f"w-{n}", 30_000), 600_000)) for n in range(3)]
+        await until_waiting(store, "job", 3)
+        with pytest.raises(StoreBusy, match="3 requests wait"):
+            await store.wait(Acquire("job", "one too many", 30_000), 600_000)
+        tasks[0].cancel()
+        await until_waiting(store, "job", 2)
+        tasks.append(asyncio.create_task(store.wait(Acquire("job", "w-3", 30_000), 600_000)))
+        await until_waiting(store, "job", 3)
+        await store.apply([release_of(lease)])
+        assert isinstance(await tasks[1], Granted)
+
+
+async def test_reads_wait_for_no_writer(opened: OpenStore) -> None:
+    async with opened() as store:
+        await acquired(store, "job")
+        async with Blocked(store):
+            assert (await store.get("job")).held
+            assert len((await store.list_locks("", None, 10)).locks) == 1
+
+
+async def test_tickets_that_have_gone_do_not_fill_the_agenda(opened: OpenStore) -> None:
+    async with opened() as store:
+        await acquired(store, "job", ttl_ms=600_000)
+        for _ in range(30):
+            tasks = [asyncio.create_task(store.wait(Acquire("job", f"w-{n}", 1_000), 600_000)) for n in range(100)]
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await until_waiting(store, "job", 0)
+        assert len(store._locks.room._agenda) < 1_500
+
+
+async def test_a_lease_that_was_given_twice_stays_when_one_of_both_goes(opened: OpenStore) -> None:
+    async with opened() as store:
+        gone = asyncio.create_task(store.wait(Acquire("job", "bob", 600_000, "key"), 600_000))
+        again = asyncio.create_task(store.apply([Acquire("job", "bob", 600_000, "key")]))
+        await asyncio.sleep(0)
+        stand_still_until(lambda: any(share.receivers == 2 for share in list(store._locks.fresh.values())))
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        (lease,) = await again
+        assert isinstance(lease, Granted)
+        await store.check()  # behind the word that the first has gone
+        assert isinstance((await store.apply([renew_of(lease)]))[0], Renewed)
+
+
+async def test_an_open_that_was_cancelled_leaves_the_file_free(
+    opened: OpenStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+    real = _sqlite_file.open_writer
+
+    def slow(*args: Any) -> apsw.Connection:
+        reached.set()
+        go.wait(PATIENCE_S)
+        return real(*args)
+
+    monkeypatch.setattr(store_sqlite, "open_writer", slow)
+    task = asyncio.create_task(SqliteStore(path).open())
+    await asyncio.to_thread(reached.wait, PATIENCE_S)
+    task.cancel()
+    threading.Timer(0.05, go.set).start()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with opened() as store:
+        await acquired(store, "job")
+
+
+async def test_a_copy_of_a_closed_file_is_whole(opened: OpenStore, path: Path, tmp_path: Path) -> None:
+    async with opened() as store:
+        await acquired(store, "job")
+    assert not Path(f"{path}-wal").exists()
+    shutil.copy(path, tmp_path / "backup.db")
+    async with opened(path=tmp_path / "backup.db") as store:
+        await held(store, "job")
+
+
+async def test_the_log_does_not_grow_beyond_its_bound_while_many_write(
+    opened: OpenStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 50)
+    async with opened() as store:
+        for turn in range(100):
+            await store.apply([Acquire(f"job-{turn}-{number}", "alice", 30_000) for number in range(50)])
+        pages = Path(f"{path}-wal").stat().st_size // _sqlite_file.PAGE_BYTES
+        assert pages < 50 * 10
+    assert read(path, "SELECT count(*) FROM locks") == 5_000
