@@ -322,7 +322,9 @@ def _by_number(row: Row) -> int:
 def _one_of_them_is_wrong(error: Exception) -> bool:
     """A value that the database cannot take: the transaction was rolled back, which is certain."""
     cause = error.__cause__
-    return isinstance(cause, psycopg.Error) and (cause.sqlstate or "").startswith("22")
+    if isinstance(cause, psycopg.Error):
+        return (cause.sqlstate or "").startswith("22")
+    return isinstance(cause, UnicodeError)
 
 
 def _closed() -> StoreError:

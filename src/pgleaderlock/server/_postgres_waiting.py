@@ -28,9 +28,9 @@ from pgleaderlock.server._postgres_queue import NEVER, NOW, Alarm, Queues, Waite
 from pgleaderlock.server._postgres_wire import outcome_of, waiting
 from pgleaderlock.server.store import Acquire, Granted, Held, StoreBusy, StoreError, StoreFull
 
-__all__ = ["Waiting"]
+__all__ = ["ALIVE_MS", "Waiting"]
 
-TICK_S = 0.75
+TICK_S, TICK_S_MIN = 0.75, 0.05
 ALIVE_MS = 3000
 CLEAN_UP_S_MAX = 5.0
 # A statement whose session was cut may still take effect for as long as the server lets it run, and a bit.
@@ -244,6 +244,7 @@ class Waiting:
             with contextlib.suppress(StoreError):  # the database is away: the next beat may find it again
                 await self._tick()
                 await self._clear_gone()
+            await asyncio.sleep(TICK_S_MIN)  # however often it is poked
 
     async def _tick(self) -> None:
         firsts = {waiter.acquire.lock_name: waiter for waiter in self._queues.firsts()}
@@ -302,9 +303,8 @@ class Waiting:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        if self._ticked_at > NOW:
-            with contextlib.suppress(StoreError):  # it is only tidiness: whoever is silent is soon skipped
-                await self._pool.query("locks_close", server_id=self._server_id)
+        with contextlib.suppress(StoreError):  # it is only tidiness: whoever is silent is soon skipped
+            await self._pool.query("locks_close", server_id=self._server_id)
 
 
 def _abandon(waiter: Waiter) -> str:

@@ -27,7 +27,7 @@ from pgleaderlock.config import positive_s
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 from pgleaderlock.migrate import migrate, pending
 from pgleaderlock.server._postgres_pool import Pool, store_error
-from pgleaderlock.server._postgres_waiting import Waiting
+from pgleaderlock.server._postgres_waiting import ALIVE_MS, Waiting
 from pgleaderlock.server._postgres_wire import encoded, outcome_of, view_of
 from pgleaderlock.server.store import (
     Acquire,
@@ -123,6 +123,7 @@ class PostgresStore:
         self._waiting = Waiting(pool, self._server_id, self._listen, clock=self._clock, waiters_max=self._waiters_max)
         try:
             await self.check()
+            await self._count(pool)
         except BaseException:
             await self.close()
             raise
@@ -197,14 +198,18 @@ class PostgresStore:
             expired += step["expired"]
             if not step["more"]:
                 break
+        return Sweep(expired, await self._count(pool))
+
+    async def _count(self, pool: Pool) -> int:
+        """How many locks are held; how many there are is noted on the way."""
         (counted,) = await pool.query("locks_count")
         pool.room.counted(counted["stored"])
-        return Sweep(expired, counted["held"])
+        return int(counted["held"])
 
     async def check(self) -> None:
         pool = self._opened()
         # A write of our own, durable like a grant, and the very function that grants.
-        await pool.query("locks_tick", server_id=self._server_id, valid_ms=0, heads="[]")
+        await pool.query("locks_tick", server_id=self._server_id, valid_ms=ALIVE_MS, heads="[]")
         await pool.query("locks_apply", server_id=self._server_id, operations="[]", room=0)
 
 

@@ -173,6 +173,7 @@ BEGIN
                 remaining_ms := ceil(extract(epoch FROM l.lease_expiry - moment) * 1000);
             ELSE
                 owner_id := NULL;
+                expiry_ms := trunc(extract(epoch FROM moment) * 1000);
             END IF;
             outcome := 'held';
             RETURN NEXT;
@@ -234,6 +235,7 @@ BEGIN
                 -- The lock is free, and it is somebody else's turn.
                 outcome := 'held';
                 owner_id := first.owner_id;
+                expiry_ms := trunc(extract(epoch FROM moment) * 1000);
             ELSE
                 outcome := 'granted';
             END IF;
