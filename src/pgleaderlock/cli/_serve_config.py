@@ -19,7 +19,7 @@ __all__ = ["read_config"]
 
 def read_config(path: Path, options: Iterable[click.Parameter]) -> dict[str, Any]:
     """What the file sets, by parameter name. Raises `click.UsageError`."""
-    known = {option.name: option for option in options if option.name and option.name not in ("config", "help")}
+    known = {option.name: option for option in options if isinstance(option, click.Option) and option.name != "config"}
     try:
         text = path.read_text(encoding="utf-8")
         document = tomllib.loads(text)
@@ -37,19 +37,14 @@ def read_config(path: Path, options: Iterable[click.Parameter]) -> dict[str, Any
     return document
 
 
-def _check_type(where: str, key: str, value: Any, option: click.Parameter) -> None:
-    wants_list = getattr(option, "multiple", False)
-    if wants_list != isinstance(value, list):
-        raise click.UsageError(
-            f"{where}: {key} takes {'a list: [' if wants_list else 'one value, no list'}"
-            f"{chr(34) + 'one' + chr(34) + ', …]' if wants_list else ''}"
-        )
-    if getattr(option, "is_flag", False) != isinstance(value, bool):
-        raise click.UsageError(
-            f"{where}: {key} {'is true or false' if not isinstance(value, bool) else 'is no switch'}"
-        )
+def _check_type(where: str, key: str, value: Any, option: click.Option) -> None:
     if isinstance(value, dict):
         raise click.UsageError(f"{where}: there are no sections: write {key} = … at the top")
+    if option.multiple != isinstance(value, list):
+        wanted = 'a list: ["one", "two"]' if option.multiple else "one value, no list"
+        raise click.UsageError(f"{where}: {key} takes {wanted}")
+    if option.is_flag != isinstance(value, bool):
+        raise click.UsageError(f"{where}: {key} is {'true or false' if option.is_flag else 'neither true nor false'}")
 
 
 def _line_of(text: str, key: str) -> str:
