@@ -45,6 +45,7 @@ COMMANDS = {
     "epoch": LazyCommand("pgleaderlock.cli.epoch:epoch", "Move a role's epoch ahead after a restore."),
     "serve": LazyCommand("pgleaderlock.cli.serve:serve", "Serve leases with fencing tokens over HTTP."),
     "lock": LazyCommand("pgleaderlock.cli.lock_:lock", "Take, keep and look at locks of a lock server."),
+    "load": LazyCommand("pgleaderlock.cli.load:load", "Put a lock server under load, and check what it promises."),
     "demo": LazyCommand("pgleaderlock.cli.demo:demo", "Watch three nodes elect a leader and survive its death."),
 }
 
