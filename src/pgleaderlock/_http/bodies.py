@@ -90,7 +90,10 @@ async def read_body(receive: Receive, waits: Waits, body_bytes_max: int) -> byte
             raise
         task.uncancel()
         raise (stopping() if why == _STOPPING else _too_slow(waits.body_timeout_s)) from None
-    waits.end(task)
+    except Exception as error:  # whatever granian raises for a body that is no HTTP, or a connection that is no more
+        raise ClientGone from error
+    finally:
+        waits.end(task)
     if message["type"] == "http.disconnect":
         raise ClientGone
     if len(body) > body_bytes_max:

@@ -103,8 +103,6 @@ class LockApp:
             await send_answer(send, answer, request_id)
             if self._log_each:
                 self._log_request(scope, answer, request_id, began)
-        except ClientGone:
-            pass
         finally:
             self._in_flight -= 1
             if self._waits.stopping and not self._in_flight:
@@ -120,7 +118,9 @@ class LockApp:
             text = "there is nothing at this path" if error.status_code == 404 else "not with this method"
             return answer_of(Refusal(error.status_code, text, *more))
         except ClientGone:
-            raise
+            # Perhaps it only sends no more and still listens; and granian would answer 500 for us.
+            text = "the connection ended before the request was complete or its turn had come"
+            return answer_of(Refusal(400, text, (b"connection", b"close")))
         except Exception as error:
             self._log.error("request_failed", error, path=scope["path"], method=scope["method"])
             text = "this request failed by a defect of the server: its log says more"

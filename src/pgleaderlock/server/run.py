@@ -91,6 +91,8 @@ class LockServer:
         listening = listen(settings.host, settings.port)
         try:
             host, port = listening.getsockname()[:2]
+            if self._tokens is None and not is_loopback(host):  # a name may mean something else by now
+                raise ServerError(f"{host} can be reached from other machines, so --token-file is needed")
             try:
                 await self._store.open()
             except StoreError as error:
