@@ -303,6 +303,8 @@ class Waiting:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
+        # A connect that is cancelled half-way ends when nobody refers to it any more: nobody does, from here on.
+        self._beating = self._listening = self._ticking = self._alarm.task = None
         with contextlib.suppress(StoreError):  # it is only tidiness: whoever is silent is soon skipped
             await self._pool.query("locks_close", server_id=self._server_id)
 
