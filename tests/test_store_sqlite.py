@@ -526,6 +526,52 @@ async def test_those_who_wait_behind_a_failed_commit_are_still_served(opened: Op
         assert got.fencing_token == 2
 
 
+async def test_those_whose_turn_came_while_the_disk_was_full_are_looked_at_again(
+    opened: OpenStore, disk: Disk, clock: FakeClock
+) -> None:
+    async with opened(vfs=disk.name) as store:
+        await acquired(store, "job", ttl_ms=10_000)
+        tasks = []
+        for number in range(2):
+            tasks.append(asyncio.create_task(store.wait(Acquire("job", f"waiter-{number}", 30_000), 600_000)))
+            await until_waiting(store, "job", number + 1)
+        disk.full = True
+        clock.advance(10)
+        with pytest.raises(StoreError):
+            await tasks[0]
+        disk.full = False
+        clock.advance(1)
+        async with asyncio.timeout(PATIENCE_S):
+            assert isinstance(await tasks[1], Granted)
+
+
+async def test_a_ticket_of_a_group_that_failed_is_told_and_stands_in_nobodys_way(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        await acquired(store, "job")
+        async with Blocked(store):
+            asked = [
+                asyncio.create_task(store.wait(Acquire("job", "bob", 30_000), 600_000)),
+                asyncio.create_task(store.wait(Acquire("new", "bob", 30_000), 600_000)),
+            ]
+            await asyncio.sleep(0)
+            disk.full = True
+        outcomes = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [StoreError, StoreError]
+        disk.full = False
+        assert (await store.get("job")).waiters == 0
+        await acquired(store, "new")
+
+
+async def test_a_list_that_failed_does_not_count(opened: OpenStore) -> None:
+    async with opened(locks_max=2) as store:
+        names = ["one", "two", "\ud800"]
+        with pytest.raises(UnicodeEncodeError):
+            await store.apply([Acquire(name, "alice", 30_000) for name in names])
+        for name in names[:2]:
+            await acquired(store, name)
+        assert await store.sweep() == Sweep(0, 2)
+
+
 async def test_a_sync_that_fails_is_told_and_its_token_is_not_lost(opened: OpenStore, disk: Disk) -> None:
     async with opened(vfs=disk.name) as store:
         disk.sync_fails = True

@@ -105,7 +105,6 @@ class Locks:
     def begin(self, now_ns: int, wall_ns: int) -> None:
         """The moment of the transaction: everything in it happens now. What is due comes first."""
         self._now_ns, self._wall_ns = now_ns, wall_ns
-        self.answers = []
         self._freed.clear()
         while (due := self.room.due(now_ns)) is not None:
             name, ticket = due

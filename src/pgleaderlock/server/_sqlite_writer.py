@@ -28,6 +28,8 @@ __all__ = ["Apply", "Call", "Cancel", "Tick", "Writer"]
 META = sql("meta")
 GROUP_OPERATIONS_MAX = 2_000
 CANCELS_OWED_MAX = 10_000
+RETRY_NS = 100_000_000
+"""When to look again at the locks that somebody waits for, after a transaction that failed."""
 
 Apply = tuple["asyncio.Future[Any]", Sequence[Operation]]
 """A request of operations: the commonest item, and so the cheapest to make."""
@@ -145,6 +147,7 @@ class Writer:
         """One transaction for the group. If it cannot be committed, nobody of it is told of anything but that."""
         locks = self._locks
         before = locks.rows, locks.held
+        locks.answers = []
         cancels = self._owed + [item for item in group if type(item) is Cancel]
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -240,6 +243,6 @@ class Writer:
                 for ticket in list(line.tickets):
                     room.remove(ticket)
                     futures.append(ticket.future)
-        room.look_at_all(int(self._clock.now() * 1e9))
+        room.look_at_all(int(self._clock.now() * 1e9) + RETRY_NS)
         # Each has an exception of its own: whoever raises it adds a traceback to it.
         return [(future, type(error)(*error.args)) for future in dict.fromkeys(futures)]
