@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bench import election, fence, guard, lock
+from bench import election, fence, guard, lock, server
 from bench.harness import Figure
 from pgleaderlock.embedded import EmbeddedPostgres
 
@@ -26,6 +26,9 @@ FIGURES: dict[str, Measurement] = {
     "election.failover_hot": election.failover_hot,
     "election.handover": election.handover,
     "election.failover_defaults": election.failover,
+    "server.acquire": server.acquire,
+    "server.cycle": server.cycle,
+    "server.many_locks": server.many_locks,
 }
 
 

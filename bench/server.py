@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import psutil
-from pgleaderlock.server.store_sqlite import SqliteStore
 from redis import Redis
 
 from bench.harness import Figure, median
 from bench.peers import Wrk, etcd, lock_server, redis
 from pgleaderlock.client import LockClient
 from pgleaderlock.server.store import Acquire, Granted
+from pgleaderlock.server.store_sqlite import SqliteStore
 
 __all__ = ["acquire", "cycle", "many_locks"]
 
@@ -48,7 +48,7 @@ request = function()
   local operations = {}
   for i = 1, %d do
     n = n + 1
-    operations[i] = '{"op":"acquire","lock":"%s-' .. n .. '","owner_id":"bench","ttl_ms":%d}'
+    operations[i] = '{"op":"acquire","lock_name":"%s-' .. n .. '","owner_id":"bench","ttl_ms":%d}'
   end
   return wrk.format(nil, "/v1/batch", nil, '{"operations":[' .. table.concat(operations, ",") .. ']}')
 end
@@ -125,7 +125,7 @@ async def cycle(_dsn: str) -> Figure:
                 with LockClient(url) as client:
                     began = time.perf_counter()
                     for _ in range(CYCLES):
-                        client.acquire("bench", ttl_s=10).release()
+                        client.release(client.acquire("bench", ttl_s=10))
                     return CYCLES / (time.perf_counter() - began)
 
             def their_block() -> float:
