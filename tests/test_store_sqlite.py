@@ -250,6 +250,17 @@ async def test_a_waiter_whose_turn_came_before_its_end_is_granted_in_one_leap_of
         assert isinstance((await store.apply([renew_of(lease)]))[0], Renewed)
 
 
+async def test_one_whose_time_is_up_in_the_moment_the_lease_ends_is_granted(
+    opened: OpenStore, clock: FakeClock
+) -> None:
+    async with opened() as store:
+        await acquired(store, "job", ttl_ms=10_000)
+        task = asyncio.create_task(store.wait(Acquire("job", "bob", 30_000), 10_000))
+        await until_waiting(store, "job", 1)
+        clock.advance(10)
+        assert isinstance(await task, Granted)
+
+
 # --- What outlives a lock's row
 
 
@@ -686,6 +697,25 @@ async def test_a_lease_that_was_given_twice_stays_when_one_of_both_goes(opened: 
         assert isinstance(lease, Granted)
         await store.check()  # behind the word that the first has gone
         assert isinstance((await store.apply([renew_of(lease)]))[0], Renewed)
+        assert not store._locks.fresh
+
+
+async def test_a_lease_that_two_waited_for_with_one_key_ends_when_both_have_gone(opened: OpenStore) -> None:
+    async with opened() as store:
+        lease = await acquired(store, "job")
+        gone = []
+        for number in range(2):
+            gone.append(asyncio.create_task(store.wait(Acquire("job", "bob", 600_000, "key"), 600_000)))
+            await until_waiting(store, "job", number + 1)
+        released = asyncio.create_task(store.apply([release_of(lease)]))
+        await asyncio.sleep(0)
+        stand_still_until(lambda: any(share.tickets == 2 for share in list(store._locks.fresh.values())))
+        for task in gone:
+            task.cancel()
+        await asyncio.gather(*gone, released, return_exceptions=True)
+        await store.check()
+        assert not (await store.get("job")).held
+        assert not store._locks.fresh
 
 
 async def test_an_open_that_was_cancelled_leaves_the_file_free(

@@ -262,8 +262,10 @@ class Locks:
         if not ticket.gone:  # it comes again when the transaction with it has failed
             ticket.gone = True
             share.receivers -= 1
-        if share.receivers == 0:
+            share.tickets -= 1
+        if share.tickets == 0:
             self.fresh.pop(granted.lease_id, None)
+        if share.receivers == 0:
             self._release(Release(granted.lock_name, granted.owner_id, granted.lease_id, granted.fencing_token))
             self.serve_freed()
 
@@ -307,6 +309,7 @@ class Locks:
         if share is None:
             return
         share.receivers += 1
+        share.tickets += 1
         twin.share = share
         got = share.granted
         waited_ms = (self._now_ns - twin.start_ns) // MS
@@ -314,6 +317,13 @@ class Locks:
             got.lock_name, got.owner_id, got.lease_id, got.fencing_token, got.lease_expiry_ms, waited_ms, True
         )
         self.answers.append((twin.future, again))
+
+    def forget_answers(self) -> list["Future[Any]"]:
+        """Nothing of this transaction is true. Gives those who would have been told of it."""
+        for _, outcome in self.answers:
+            if isinstance(outcome, Granted) and not outcome.replayed:
+                self.fresh.pop(outcome.lease_id, None)
+        return [future for future, _ in self.answers]
 
     def close(self) -> None:
         """Everybody who waits is told how things stand."""

@@ -23,13 +23,15 @@ WaitOutcome = Granted | Held | StoreFull
 
 
 class Share:
-    """A lease that was granted to a ticket, and how many have been given it: a repeated acquire may be the second."""
+    """A lease that was granted to a ticket, how many have been given it (a repeated acquire may be the second), and how
+    many of those are tickets whose owners may still go."""
 
-    __slots__ = ("granted", "receivers")
+    __slots__ = ("granted", "receivers", "tickets")
 
     def __init__(self, granted: Granted) -> None:
         self.granted = granted
         self.receivers = 1
+        self.tickets = 1
 
 
 class Ticket:

@@ -229,7 +229,7 @@ class Writer:
         self, group: list[Item], error: StoreError, *, closing: bool
     ) -> list[tuple["asyncio.Future[Any]", Any]]:
         room = self._locks.room
-        futures = [future for future, _ in self._locks.answers]
+        futures = self._locks.forget_answers()
         for item in group:
             if type(item) is tuple:
                 futures.append(item[0])
