@@ -61,7 +61,6 @@ class _Keeping:
 
 @click.command(
     "exec",
-    context_settings={"allow_interspersed_args": False},
     short_help="Run a command while holding a lock.",
     epilog="Exit codes: the command's own (128+n if signal n ended it), 2 usage or server, 75 not won, 76 lease lost, "
     "126 and 127 as a shell.",
@@ -99,10 +98,6 @@ def exec_(
     PGLEADERLOCK_LEASE_ID in its environment, and no bearer token.
     """
     configure(log_level)
-    if command[0] == "--":  # an argument stands before it, so click does not take it away
-        command = command[1:]
-    if not command:
-        raise click.UsageError("no command given: write it after `--`")
     if grace_s is None:
         grace_s = min(GRACE_S, ttl_s * GRACE_SHARE)
     if grace_s > ttl_s / 2:

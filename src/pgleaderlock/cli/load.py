@@ -57,7 +57,7 @@ def load(
 ) -> int:
     """Put a lock server under load, and check every lease and every write.
 
-    Tokens rise, no two leases of a lock are valid at the same time, stale writers are refused, and a stale release frees
+    Tokens rise, no two leases of a lock are valid at once, stale writers are refused, and a stale release frees
     nothing.
 
     Exit codes: 0 every invariant held, 1 one was broken, 2 usage or server, or nothing was granted. Ctrl-C ends the run
