@@ -397,6 +397,29 @@ async def test_a_waiter_whose_reply_is_lost_asks_again_and_has_its_lease(
     assert (lease.lease_id, lease.fencing_token) == (seen.lease_id, seen.fencing_token)
 
 
+async def test_a_waiter_that_never_heard_of_its_ticket_does_not_stand_in_its_own_way(
+    own: str, open_store: OpenStore, proxy_to: Callable[[str], Awaitable[Proxy]]
+) -> None:
+    proxy = await proxy_to(own)
+    far, near = await open_store(proxy.dsn_for(own)), await open_store(own)
+    lease = await acquired(near, "job", ttl_ms=600_000)
+    async with await psycopg.AsyncConnection.connect(own) as holder:
+        await holder.execute("LOCK TABLE pgleaderlock.lock_waiters IN SHARE MODE")  # no ticket can be drawn
+        waiter = waiting(far, "job", "bob")
+        await until_row(own, _BLOCKED)
+        proxy.drop_replies()
+        await holder.rollback()
+        await until_waiting(near, "job", 1)
+    proxy.heal()
+    proxy.reset()
+    # It asks again without knowing its ticket. Whoever has drawn a second one waits behind the first.
+    await near.apply([release_of(lease)])
+    lease = await granted(waiter)
+    assert (lease.owner_id, lease.fencing_token) == ("bob", 2)
+    await near.apply([release_of(lease)])
+    assert (await acquired(near, "job")).fencing_token == 3
+
+
 async def test_an_operation_that_the_database_cannot_take_harms_no_other(own: str, open_store: OpenStore) -> None:
     store = await open_store(own, pool_size=1)
     outcomes = await asyncio.gather(

@@ -1,6 +1,6 @@
 """This server's own waiters: who they are, in which order they came, and when each has to look again. No database.
 
-Imports `_clock`, `_postgres_wire`, `store` and the standard library. Must never decide whose turn it is: that is up to
+Imports `_clock`, `store` and the standard library. Must never decide whose turn it is: that is up to
 the tickets of all servers, in the database.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pgleaderlock._clock import Clock
-from pgleaderlock.server._postgres_wire import new_lease_id
 from pgleaderlock.server.store import Acquire, Held
 
 __all__ = ["NEVER", "NOW", "Alarm", "Queues", "Waiter"]
@@ -28,7 +27,8 @@ class Waiter:
     number: int
     began: float
     deadline: float
-    lease_id: str = field(default_factory=new_lease_id)
+    lease_ids: list[str] = field(default_factory=list)
+    """One for each time it asked and has not heard what came of it."""
     ticket: int | None = None
     look_at: float = NEVER
     """When to ask again, unless woken. Only the first of this server's waiters of a lock has a time here."""

@@ -5,8 +5,8 @@ only for the first of its own waiters of a lock, and only when there is a reason
 for is over, or its heartbeat's answer says that it is next. A wake-up is a hint: a lost one costs a heartbeat, a forged
 one a look.
 
-A waiter chooses its lease's id before it first asks. So a grant whose answer was lost is recognised when it asks again,
-and one that nobody waits for any more is found and ended.
+A waiter chooses its lease's id before it asks. So a grant whose answer was lost is recognised when it asks again, and
+one that nobody waits for any more is found and ended.
 
 Imports `_postgres_pool`, `_postgres_queue`, `_postgres_wire`, `_clock`, `store` and the standard library. Must never
 leave a lease behind for a caller that was cancelled.
@@ -25,7 +25,7 @@ import msgspec
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock.server._postgres_pool import Pool, lasts
 from pgleaderlock.server._postgres_queue import NEVER, NOW, Alarm, Queues, Waiter
-from pgleaderlock.server._postgres_wire import outcome_of, waiting
+from pgleaderlock.server._postgres_wire import new_lease_id, outcome_of, waiting
 from pgleaderlock.server.store import Acquire, Granted, Held, StoreBusy, StoreError, StoreFull
 
 __all__ = ["ALIVE_MS", "Waiting"]
@@ -55,6 +55,7 @@ class Waiting:
         self._alarm = Alarm(clock)
         self._queues = Queues()
         self._waiters: dict[Waiter, None] = {}
+        self._unplaced: dict[Waiter, None] = {}
         self._gone: dict[Waiter, None] = {}
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -98,14 +99,14 @@ class Waiting:
             return answer
         waiter.held = answer
         await self._enliven()
-        self._waiters[waiter] = None
+        self._waiters[waiter] = self._unplaced[waiter] = None
         while True:
             try:
                 answer = await self._ask(waiter, "wait")
             except StoreError as error:
                 if lasts(error) or self._over(waiter):
                     raise
-                # The ticket is still there. It is asked for again, and the lease's id tells what came of this.
+                # The ticket may still be there. It is asked for again, and the lease's id tells what came of this.
                 await asyncio.sleep(self._rng.uniform(*ASK_AGAIN_S))
                 if self._over(waiter):
                     raise
@@ -131,12 +132,15 @@ class Waiting:
 
     async def _ask(self, waiter: Waiter, kind: str) -> Answer:
         waiter.heard = False
+        earlier, lease_id = list(waiter.lease_ids), new_lease_id()
+        waiter.lease_ids.append(lease_id)
         now = self._clock.now()
         # The lease runs from some moment after this one, so whoever counts from here never counts too far.
         sent = waiting(
             kind,
             waiter.acquire,
-            waiter.lease_id,
+            lease_id,
+            earlier,
             waiter=waiter.number,
             ticket=waiter.ticket,
             wait_ms=max(1, math.ceil((waiter.deadline - now) * 1000)),
@@ -150,6 +154,10 @@ class Waiting:
             waiter.unsure_until = BOOT_CLOCK.now() + UNSURE_S
             raise
         waiter.asking = None
+        # What this one came to is known. Of those before, one may have become the lease that it was given now.
+        for known in (lease_id, row["lease_id"]):
+            if known in waiter.lease_ids:
+                waiter.lease_ids.remove(known)
         if row["ticket"] is not None:
             self._place(waiter, row["ticket"], row["remaining_ms"])
         answer = outcome_of(waiter.acquire, row, self._pool.room.locks_max)
@@ -160,6 +168,7 @@ class Waiting:
         if waiter.ticket != ticket:
             self._queues.remove(waiter, NOW)
             waiter.ticket = ticket
+            self._unplaced.pop(waiter, None)
         if not self._queues.put(waiter):
             waiter.look_at = NEVER
         elif waiter.heard:
@@ -172,14 +181,17 @@ class Waiting:
         waiter.alarm_at = NEVER
         self._queues.remove(waiter, look_at)
         self._waiters.pop(waiter, None)
+        self._unplaced.pop(waiter, None)
+        if waiter.unsure_until > BOOT_CLOCK.now():
+            # Something that it asked may yet take effect, and is looked for until it cannot any more.
+            self._gone[waiter] = None
+            self._beat()
 
     # --- The end of a waiter that got nothing
 
     async def _give_up(self, waiter: Waiter) -> Held:
         self._leave(waiter, waiter.look_at)
         assert waiter.held is not None
-        if waiter.unsure_until > BOOT_CLOCK.now():
-            self._gone[waiter] = None
         try:
             (row,) = await self._pool.apply([_abandon(waiter)], acquires=0)
         except StoreError:
@@ -195,7 +207,7 @@ class Waiting:
         """Tear the ticket and end the lease, if there is any; a caller that will not wait for that need not."""
         self._leave(waiter, NOW)
         if keep_lease:
-            waiter.lease_id = ""
+            waiter.lease_ids.clear()
         task = asyncio.create_task(self._clean_up(waiter), name="pgleaderlock-locks-clean-up")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -280,8 +292,8 @@ class Waiting:
             first.heard = True
             first.look(NOW)
         # Those whose ticket is not known here yet may be meant as well.
-        for waiter in self._waiters:
-            if waiter.ticket is None and waiter.acquire.lock_name == payload:
+        for waiter in self._unplaced:
+            if waiter.acquire.lock_name == payload:
                 waiter.heard = True
 
     # --- The end
@@ -310,7 +322,7 @@ class Waiting:
 
 
 def _abandon(waiter: Waiter) -> str:
-    return waiting("abandon", waiter.acquire, waiter.lease_id or None, waiter=waiter.number)
+    return waiting("abandon", waiter.acquire, None, waiter.lease_ids, waiter=waiter.number)
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:

@@ -40,6 +40,7 @@ class _Sent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     ticket: int | None = None
     wait_ms: int | None = None
     waited_ms: int | None = None
+    earlier: list[str] | None = None
 
 
 _encode = msgspec.json.Encoder().encode
@@ -61,10 +62,17 @@ def encoded(operation: Operation) -> str:
     return _encode(sent).decode()
 
 
-def waiting(kind: str, acquire: Acquire, lease_id: str | None, **waiter: int | None) -> str:
+def waiting(kind: str, acquire: Acquire, lease_id: str | None, earlier: list[str] | None, **waiter: int | None) -> str:
     """An acquire of a waiter (`acquire`, `wait`), or its end (`abandon`)."""
     sent = _Sent(
-        kind, acquire.lock_name, acquire.owner_id, lease_id, ms=acquire.ttl_ms, key=acquire.idempotency_key, **waiter
+        kind,
+        acquire.lock_name,
+        acquire.owner_id,
+        lease_id,
+        ms=acquire.ttl_ms,
+        key=acquire.idempotency_key,
+        earlier=earlier or None,
+        **waiter,
     )
     return _encode(sent).decode()
 

@@ -96,8 +96,9 @@ $$;
 --   renew, release
 --   abandon  a waiter goes: its ticket is torn, and a lease that it was granted and never heard of ends, unless a
 --            repeated request was given that lease in the meantime.
--- The caller chooses the id of a lease before it asks, and so recognises a grant whose answer was lost. `p_room` is how
--- many rows in lock_leases may be new.
+-- The caller chooses the id of a lease before it asks, and a new one each time. `earlier` are those of the times whose
+-- answer was lost: a grant among them is recognised, and the ticket, which is found by the waiter's number then, too.
+-- `p_room` is how many rows in lock_leases may be new.
 CREATE FUNCTION pgleaderlock.lock_apply(p_server_id text, p_operations jsonb, p_room bigint)
 RETURNS TABLE (n bigint, outcome text, owner_id text, lease_id text, fencing_token bigint, expiry_ms bigint,
                remaining_ms bigint, waited_ms bigint, ticket bigint, created boolean)
@@ -123,7 +124,8 @@ BEGIN
         SELECT e.n, o.*
         FROM jsonb_array_elements(p_operations) WITH ORDINALITY AS e (body, n),
              jsonb_to_record(e.body) AS o (kind text, lock text, owner text, lease text, token bigint, ms bigint, key text,
-                                           waiter bigint, ticket bigint, wait_ms bigint, waited_ms bigint)
+                                           waiter bigint, ticket bigint, wait_ms bigint, waited_ms bigint,
+                                           earlier text[])
         ORDER BY o.lock COLLATE "C", e.n
     LOOP
         n := op.n; owner_id := op.owner; lease_id := op.lease; fencing_token := NULL; expiry_ms := NULL;
@@ -158,7 +160,7 @@ BEGIN
         IF op.kind = 'abandon' THEN
             DELETE FROM pgleaderlock.lock_waiters w
             WHERE w.lock_name = op.lock AND w.server_id = p_server_id AND w.waiter = op.waiter;
-            IF l.lease_id = op.lease AND NOT l.replayed THEN
+            IF l.lease_id = ANY (op.earlier) AND NOT l.replayed THEN
                 UPDATE pgleaderlock.lock_leases AS x
                 SET owner_id = NULL, lease_id = NULL, fencing_token = NULL, lease_expiry = NULL, idempotency_key = NULL,
                     freed_at = clock_timestamp(), version = x.version + 1
@@ -208,11 +210,15 @@ BEGIN
         THEN
             here_ticket := NULL;
         END IF;
+        IF here_ticket IS NULL AND op.earlier IS NOT NULL THEN
+            SELECT w.ticket INTO here_ticket FROM pgleaderlock.lock_waiters w
+            WHERE w.lock_name = op.lock AND w.server_id = p_server_id AND w.waiter = op.waiter ORDER BY w.ticket LIMIT 1;
+        END IF;
 
         IF l.lease_id IS NOT NULL AND l.lease_expiry > moment THEN
-            IF l.lease_id = op.lease OR (l.idempotency_key = op.key AND l.owner_id = op.owner) THEN
+            IF l.lease_id = ANY (op.earlier) OR (l.idempotency_key = op.key AND l.owner_id = op.owner) THEN
                 -- This very request, or an earlier one with its key, was granted, and the answer was lost.
-                outcome := CASE WHEN l.lease_id = op.lease THEN 'granted' ELSE 'replayed' END;
+                outcome := CASE WHEN l.lease_id = ANY (op.earlier) THEN 'granted' ELSE 'replayed' END;
                 IF outcome = 'replayed' THEN
                     UPDATE pgleaderlock.lock_leases AS x SET replayed = true WHERE x.lock_name = op.lock AND NOT x.replayed;
                 END IF;
