@@ -1,9 +1,11 @@
 """The lock server over real sockets on a real SQLite file: what it answers, to whom, how much, and how it ends."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import json
 import re
+import select
 import signal
 import socket
 import time
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pgleaderlock._http.serving import HttpServer, ServingLimits, listen
 from pgleaderlock.server.description import OPERATIONS
 from support.lockserver import ADMIN_TOKEN, PREFIX_TOKEN, LockServerProcess, Reply, lock_server
 from support.program import PATIENCE_S
@@ -167,7 +170,8 @@ def test_a_waiter_is_answered_when_the_lock_is_released(server: LockServerProces
 
 def test_a_client_that_leaves_gives_its_place_up(server: LockServerProcess) -> None:
     lease = lease_of(acquire(server, "leave"))
-    body = json.dumps({"owner_id": "gone", "ttl_ms": 60_000, "wait_ms": 30_000}).encode()
+    # It would wait for longer than the test's patience.
+    body = json.dumps({"owner_id": "gone", "ttl_ms": 60_000, "wait_ms": 60_000}).encode()
     with connected(server, raw("/v1/locks/leave/acquire", body)):
         until(lambda: server.ask("GET", "/v1/locks/leave").json()["waiters"] == 1)
     until(lambda: server.ask("GET", "/v1/locks/leave").json()["waiters"] == 0)
@@ -265,6 +269,7 @@ def test_a_request_id_is_echoed(server: LockServerProcess) -> None:
     assert "x-request-id" not in server.ask("GET", "/healthz", headers={"X-Request-ID": "a b"}).headers
 
 
+_BATCH = b"POST /v1/batch HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BAD_BYTES = [
     b"\x00\x01\x02\x03\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
@@ -273,9 +278,8 @@ BAD_BYTES = [
     b"POST /v1/locks/x/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n",
     b"POST /v1/locks/x/acquire HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
     b"POST /v1/locks/x/acquire HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /v1/batch HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
-    b"POST /v1/batch HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{",
+    _BATCH + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    _BATCH + b"Content-Length: 9\r\n\r\n{",
     b"GET /v1/locks HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
     b"GET /v1/locks HTTP/1.1\r\nHost: localhost\r\n" + b"X-Y: z\r\n" * 5000 + b"\r\n",
     b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -424,11 +428,15 @@ def test_a_header_that_does_not_arrive_ends_the_connection(tmp_path: Path) -> No
 
 
 def test_connections_beyond_the_limit_wait_for_their_turn(tmp_path: Path) -> None:
-    with lock_server(tmp_path, "--max-connections", "2") as server:
-        with contextlib.ExitStack() as open_ones:
-            for _ in range(4):
-                open_ones.enter_context(connected(server, b"GET /healthz HTTP/1.1\r\nHo"))
-        assert server.ask("GET", "/healthz").status == 200
+    limits = ("--max-connections", "2", "--header-timeout", "1s")
+    with lock_server(tmp_path, *limits) as server, contextlib.ExitStack() as clients:
+        half = b"GET /healthz HTTP/1.1\r\nHo"
+        first, second = (clients.enter_context(connected(server, half)) for _ in range(2))
+        third = clients.enter_context(connected(server, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+        # What can be read first is the end of one of the two, cut off by the header's timeout; then comes the answer.
+        ready, _, _ = select.select([first, second, third], [], [], PATIENCE_S)
+        assert third not in ready
+        assert third.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_wait_is_no_longer_than_the_server_allows(tmp_path: Path) -> None:
@@ -508,6 +516,31 @@ def test_a_graceful_stop_answers_who_waits_and_is_held_up_by_nobody(tmp_path: Pa
         assert "server_stopped" in server.program.err
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((server.host, server.port), timeout=PATIENCE_S)
+
+
+async def test_after_a_stop_no_connection_is_left_in_a_process_that_lives_on() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"accepted"})
+
+    async def answered() -> None:
+        pass
+
+    listening = listen("127.0.0.1", 0)
+    address = listening.getsockname()
+    http = HttpServer(app, listening, ServingLimits(header_timeout_s=600))
+    http.start()
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET / HTTP/1.1\r\nHo")
+    # Connections are accepted in their order: when the second is answered, the first is no longer in the backlog.
+    later_reader, later_writer = await asyncio.open_connection(*address)
+    later_writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    await later_reader.readuntil(b"accepted")
+    await http.stop(answered)
+    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+    for each in (writer, later_writer):
+        each.close()
+        await each.wait_closed()
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
