@@ -27,7 +27,9 @@ FIGURES: dict[str, Measurement] = {
     "election.handover": election.handover,
     "election.failover_defaults": election.failover,
     "server.acquire": server.acquire,
+    "server.postgres": server.postgres,
     "server.cycle": server.cycle,
+    "server.under_attack": server.under_attack,
     "server.many_locks": server.many_locks,
 }
 

@@ -4,17 +4,13 @@ The writers are pgbench's, so that the server is measured and not Python; what t
 """
 
 import asyncio
-import re
-import tempfile
 import time
-from pathlib import Path
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
 
 from bench.harness import Figure, median, percentile
+from bench.pgbench import run_pgbench, tps
 from pgleaderlock._sql import statement
-from pgleaderlock.embedded import find_binaries
 from pgleaderlock.keys import key_pair
 from pgleaderlock.migrate import migrate
 
@@ -92,11 +88,11 @@ async def throughput(dsn: str) -> Figure:
     leader = await _Leader.open(dsn)
     try:
         epoch = await leader.bump()
-        await _run_pgbench(dsn, "-i", "-q", "-s", str(SCALE))
+        await run_pgbench(dsn, "-i", "-q", "-s", str(SCALE))
         # As from the second transaction of a connection on: the holder is compared in the first only.
         values = {"role": f"'{ROLE}'", "epoch": epoch, "namespace": "'pgleaderlock'", "holder": "NULL"}
         fence = _one_line(statement("fence").decode()) % {**values, "idle_timeout": "'10000ms'"}
-        update = (await _run_pgbench(dsn, "--show-script=tpcb-like")).replace(":scale", str(SCALE))
+        update = (await run_pgbench(dsn, "--show-script=tpcb-like")).replace(":scale", str(SCALE))
         insert = f"BEGIN;\n{_WRITE}\nCOMMIT;"
         # Beside the figure: a statement that does nothing in the fence's place, the price of the round trip alone;
         # and the smallest transaction that there is, of which the fence is the largest part.
@@ -107,24 +103,24 @@ async def throughput(dsn: str) -> Figure:
             "insert": insert,
             "insert, fenced": _after_begin(insert, fence),
         }
-        tps: dict[str, list[float]] = {name: [] for name in scripts}
+        rates: dict[str, list[float]] = {name: [] for name in scripts}
         for block in range(BLOCKS + 1):
             for name, script in scripts.items():
-                measured = await _pgbench(dsn, script, THROUGHPUT_WRITERS)
+                measured = await tps(dsn, script, THROUGHPUT_WRITERS, BLOCK_S)
                 if block:  # the first one warms up
-                    tps[name].append(measured)
+                    rates[name].append(measured)
     finally:
         await leader.close()
 
     def ratio(name: str, base: str = "update") -> float:
-        return median([mine / other for mine, other in zip(tps[name], tps[base], strict=True)])
+        return median([mine / other for mine, other in zip(rates[name], rates[base], strict=True)])
 
     return Figure(
         f"fenced transactions/s over unfenced, {THROUGHPUT_WRITERS} writers",
-        f"{median(tps['update, fenced']):,.0f}/s",
-        f"unfenced {median(tps['update']):,.0f}/s (pgbench's default script, {BLOCKS} blocks of {BLOCK_S} s each);"
+        f"{median(rates['update, fenced']):,.0f}/s",
+        f"unfenced {median(rates['update']):,.0f}/s (pgbench's default script, {BLOCKS} blocks of {BLOCK_S} s each);"
         f" with SELECT 1 in its place {ratio('update, SELECT 1'):.2f} ×;"
-        f" a lone insert {ratio('insert, fenced', 'insert'):.2f} × of {median(tps['insert']):,.0f}/s",
+        f" a lone insert {ratio('insert, fenced', 'insert'):.2f} × of {median(rates['insert']):,.0f}/s",
         ratio("update, fenced"),
         0.8,
         at_least=True,
@@ -138,7 +134,7 @@ async def bump(dsn: str) -> Figure:
         await leader.bump()
         script = f"BEGIN;\nSELECT bench_fence('{ROLE}');\n\\sleep {WRITE_MS} ms\n{_WRITE}\nCOMMIT;"
         duration_s = 30
-        writers = asyncio.create_task(_pgbench(dsn, script, BUMP_WRITERS, duration_s))
+        writers = asyncio.create_task(tps(dsn, script, BUMP_WRITERS, duration_s))
         await _until_writing(dsn)
         took = []
         for _ in range(BUMPS):
@@ -169,35 +165,6 @@ async def _until_writing(dsn: str) -> None:
             if row is not None and row[0] >= BUMP_WRITERS:
                 return
             await asyncio.sleep(0.05)
-
-
-async def _pgbench(dsn: str, script: str, writers: int, duration_s: int = BLOCK_S) -> float:
-    """Transactions a second, without the time to connect."""
-    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
-        path = Path(folder) / "script.sql"
-        path.write_text(script)
-        how = ("-n", "-M", "prepared", "-c", str(writers), "-j", "2", "-T", str(duration_s), "-f", str(path))
-        output = await _run_pgbench(dsn, *how)
-    found = re.search(r"tps = ([\d.]+) \(without", output)
-    assert found is not None, output
-    assert "aborted" not in output, output
-    return float(found[1])
-
-
-async def _run_pgbench(dsn: str, *arguments: str) -> str:
-    parts = {key: str(value) for key, value in conninfo_to_dict(dsn).items()}
-    binaries = find_binaries()
-    process = await asyncio.create_subprocess_exec(
-        str(binaries / "pgbench"),
-        *arguments,
-        *("-h", parts["host"], "-p", parts["port"], "-U", parts["user"], parts["dbname"]),
-        env={"PGPASSWORD": parts["password"], "LD_LIBRARY_PATH": f"{binaries.parent / 'lib'}", "PATH": "/usr/bin"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output = (await process.communicate())[0].decode()
-    assert process.returncode == 0, output
-    return output
 
 
 def _after_begin(script: str, statement: str) -> str:

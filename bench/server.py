@@ -1,6 +1,8 @@
 """The figures of the lock server: durable grants a second, alone and beside its peers, and the client's own cycle."""
 
 import asyncio
+import contextlib
+import random
 import resource
 import tempfile
 import time
@@ -9,13 +11,16 @@ from pathlib import Path
 import psutil
 from redis import Redis
 
-from bench.harness import Figure, median
+from bench.harness import Figure, median, percentile
 from bench.peers import Wrk, etcd, lock_server, redis
-from pgleaderlock.client import LockClient
-from pgleaderlock.server.store import Acquire, Granted
+from bench.pgbench import tps
+from pgleaderlock._sql import statement
+from pgleaderlock.client import AsyncLockClient, LockClient
+from pgleaderlock.server.store import Acquire, Granted, Store
+from pgleaderlock.server.store_postgres import PostgresStore
 from pgleaderlock.server.store_sqlite import SqliteStore
 
-__all__ = ["acquire", "cycle", "many_locks"]
+__all__ = ["acquire", "cycle", "many_locks", "postgres", "under_attack"]
 
 CONNECTIONS = 64
 BLOCKS = 4
@@ -28,6 +33,12 @@ MANY = 1_000_000
 FEW = 1_000
 LOAD_CHUNK = 5_000
 PROBES = 2_000
+ATTACK_BLOCKS = 4
+ATTACK_REQUESTS = 500
+ATTACK_A_SECOND = 300
+PG_CLIENTS = 64
+PG_BLOCKS = 5
+PG_BLOCK_S = 2
 
 # Each request takes a lock of its own, so every answer is a grant; `base` keeps the blocks apart.
 _ACQUIRE = """
@@ -115,6 +126,55 @@ async def acquire(_dsn: str) -> list[Figure]:
     ]
 
 
+async def postgres(dsn: str) -> Figure:
+    """Acquires through the PostgreSQL store, and pgbench sending its very statement, in blocks that alternate."""
+    store = PostgresStore(dsn)
+    await store.open()
+    ours, theirs = [], []
+    try:
+        call = _one_line(statement("locks_apply").decode()) % {
+            "server_id": "'bench'",
+            "operations": "jsonb_build_array(jsonb_build_object('kind', 'acquire', 'lock', 'pgbench-' || :n, "
+            "'owner', 'me', 'lease', 'lease-' || :n, 'ms', 600000))",
+            "room": "1000000",
+        }
+        script = f"\\set n random(1, 1000000000)\n{call};\n"
+        for block in range(PG_BLOCKS + 1):
+            mine = await _store_rate(store, f"s{block}")
+            other = await tps(dsn, script, PG_CLIENTS, PG_BLOCK_S)
+            if block:  # the first one warms up
+                ours.append(mine)
+                theirs.append(other)
+    finally:
+        await store.close()
+    return Figure(
+        "acquires/s through the PostgreSQL store over pgbench",
+        f"{median(ours):,.0f}/s",
+        f"pgbench with the same statement {median(theirs):,.0f}/s; {PG_CLIENTS} clients each",
+        median([mine / other for mine, other in zip(ours, theirs, strict=True)]),
+        0.5,
+        at_least=True,
+    )
+
+
+async def _store_rate(store: Store, prefix: str) -> float:
+    done = 0
+    began = time.perf_counter()
+    until = began + PG_BLOCK_S
+
+    async def client(number: int) -> None:
+        nonlocal done
+        turn = 0
+        while time.perf_counter() < until:
+            turn += 1
+            (outcome,) = await store.apply([Acquire(f"{prefix}-{number}-{turn}", "me", TTL_MS)])
+            assert isinstance(outcome, Granted)
+            done += 1
+
+    await asyncio.gather(*(client(number) for number in range(PG_CLIENTS)))
+    return done / (time.perf_counter() - began)
+
+
 async def cycle(_dsn: str) -> Figure:
     """Acquire and release, one blocking client after the other in turns: ours, and redis-py's Lock."""
     ours, theirs = [], []
@@ -196,3 +256,69 @@ async def _opened(path: Path, locks: int) -> SqliteStore:
         names = range(begin, min(begin + LOAD_CHUNK, locks))
         await store.apply([Acquire(f"lock-{number}", "someone", TTL_MS) for number in names])
     return store
+
+
+async def under_attack(_dsn: str) -> Figure:
+    """A healthy client's requests while others send what is no request, against the same in quiet, in turns."""
+    quiet: list[float] = []
+    attacked: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
+        async with lock_server(f"sqlite:///{folder}/locks.db", "--header-timeout", "1s") as (url, _pid):
+            port = int(url.rpartition(":")[2])
+            async with AsyncLockClient(url) as client:
+                for block in range(ATTACK_BLOCKS + 1):
+                    calm = await _healthy(client)
+                    attack = asyncio.create_task(_attack(port, random.Random(block)))
+                    hurt = await _healthy(client)
+                    attack.cancel()
+                    await asyncio.wait([attack])
+                    if block:
+                        quiet += calm
+                        attacked += hurt
+    return Figure(
+        "p99 of a healthy client beside malformed requests over quiet",
+        f"{percentile(attacked, 99) * 1e3:.2f} ms",
+        f"{percentile(quiet, 99) * 1e3:.2f} ms in quiet, {len(quiet):,} requests each, "
+        f"{ATTACK_A_SECOND:,} malformed ones a second",
+        percentile(attacked, 99) / percentile(quiet, 99),
+        2.0,
+    )
+
+
+async def _healthy(client: AsyncLockClient) -> list[float]:
+    took = []
+    for _ in range(ATTACK_REQUESTS):
+        began = time.perf_counter()
+        await client.get("bench")
+        took.append(time.perf_counter() - began)
+        await asyncio.sleep(0.002)  # the pace of a healthy client
+    return took
+
+
+async def _attack(port: int, rng: random.Random) -> None:
+    """Malformed requests at a steady pace, each on a connection of its own."""
+    sent: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            task = asyncio.create_task(_malformed(port, rng.randbytes(rng.randint(1, 400))))
+            sent.add(task)
+            task.add_done_callback(sent.discard)
+            await asyncio.sleep(1 / ATTACK_A_SECOND)
+    finally:
+        for task in list(sent):
+            task.cancel()
+
+
+async def _malformed(port: int, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(b"POST /v1/locks/a/acquire HTTP/1.1\r\n" + data + b"\r\n\r\n")
+            writer.write_eof()
+            await reader.read()
+        finally:
+            writer.close()
+
+
+def _one_line(sql: str) -> str:
+    return " ".join(sql.split())
