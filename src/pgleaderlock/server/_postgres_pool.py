@@ -263,10 +263,10 @@ class Pool:
     async def _query(self, link: _Link, job: _Job) -> None:
         try:
             rows = await link.rows(job.name, **job.params)
-        except (PgLeaderLockError, StoreError) as error:
-            _refuse(job, error if isinstance(error, StoreError) else store_error(error))
+        except Exception as error:  # whatever it is, the next job has nothing to do with it
+            _refuse(job, _as_store_error(error))
         except BaseException:
-            _refuse(job, StoreError(f"{job.name!r} was not carried out"))
+            _refuse(job, StoreError("the store is closing, and it is not known what came of this"))
             raise
         else:
             _settle(job.answer, rows)
@@ -274,14 +274,14 @@ class Pool:
     async def _apply(self, link: _Link, batch: list[_Job]) -> None:
         try:
             rows = await self._applied(link, batch)
-        except (PgLeaderLockError, StoreError) as error:
+        except Exception as error:  # whatever it is, the next batch has nothing to do with it
             if len(batch) > 1 and _one_of_them_is_wrong(error):
                 # Nothing of the batch was done, because of one that cannot be. The others do not suffer for it.
                 for job in batch:
                     await self._apply(link, [job])
                 return
             for job in batch:
-                _refuse(job, error if isinstance(error, StoreError) else store_error(error))
+                _refuse(job, _as_store_error(error))
         except BaseException:
             for job in batch:
                 _refuse(job, StoreError("the store is closing, and it is not known what came of this"))
@@ -325,6 +325,16 @@ def _one_of_them_is_wrong(error: Exception) -> bool:
     if isinstance(cause, psycopg.Error):
         return (cause.sqlstate or "").startswith("22")
     return isinstance(cause, UnicodeError)
+
+
+def _as_store_error(error: Exception) -> StoreError:
+    if isinstance(error, StoreError):
+        return error
+    if isinstance(error, PgLeaderLockError):
+        return store_error(error)
+    found = StoreError(f"the store failed with {type(error).__name__}, and it is not known what came of this")
+    found.__cause__ = error
+    return found
 
 
 def _closed() -> StoreError:

@@ -50,6 +50,7 @@ POOL_SIZE = 4
 STATEMENT_TIMEOUT_S = 5.0
 SWEEP_STEP = 1000
 SWEEP_STEPS_MAX = 1000
+SWEEP_S_CHEAP, SWEEP_PAUSE = 0.25, 20.0
 FREE_KEPT_S = 86_400.0
 WAITERS_MAX = 10_000
 # The server ends a session of ours that it has not heard of for this long in the middle of something.
@@ -101,6 +102,8 @@ class PostgresStore:
         self._pool: Pool | None = None
         self._waiting: Waiting | None = None
         self._server_id = ""
+        self._sweep_not_before = 0.0
+        self._held = 0
 
     # --- Opening and closing
 
@@ -192,13 +195,20 @@ class PostgresStore:
         return Broken(view_of(row))
 
     async def sweep(self) -> Sweep:
-        pool, expired = self._opened(), 0
+        pool, expired, began = self._opened(), 0, BOOT_CLOCK.now()
+        if began < self._sweep_not_before:
+            return Sweep(0, self._held)
         for _ in range(SWEEP_STEPS_MAX):
             (step,) = await pool.query("locks_sweep", step=SWEEP_STEP, free_kept_s=self._free_kept_s)
             expired += step["expired"]
             if not step["more"]:
                 break
-        return Sweep(expired, await self._count(pool))
+        self._held = await self._count(pool)
+        took_s = BOOT_CLOCK.now() - began
+        if took_s > SWEEP_S_CHEAP:
+            # So many locks that looking at all of them is felt: then it is done more rarely.
+            self._sweep_not_before = began + SWEEP_PAUSE * took_s
+        return Sweep(expired, self._held)
 
     async def _count(self, pool: Pool) -> int:
         """How many locks are held; how many there are is noted on the way."""

@@ -155,6 +155,25 @@ BEGIN
             CONTINUE;
         END IF;
 
+        IF op.kind = 'acquire' OR op.ticket IS NOT NULL THEN
+            -- Most who come to a lock that is held only have to be told so. That needs no lock on its row, and no write.
+            SELECT x.owner_id, x.lease_expiry INTO l.owner_id, l.lease_expiry
+            FROM pgleaderlock.lock_leases x
+            WHERE x.lock_name = op.lock AND x.lease_expiry > clock_timestamp()
+              AND (x.lease_id = ANY (op.earlier) OR (x.idempotency_key = op.key AND x.owner_id = op.owner)) IS NOT TRUE
+              AND (op.ticket IS NULL OR EXISTS (
+                  SELECT FROM pgleaderlock.lock_waiters w WHERE w.lock_name = op.lock AND w.ticket = op.ticket));
+            IF FOUND THEN
+                outcome := 'held';
+                owner_id := l.owner_id;
+                expiry_ms := trunc(extract(epoch FROM l.lease_expiry) * 1000);
+                remaining_ms := greatest(1, ceil(extract(epoch FROM l.lease_expiry - clock_timestamp()) * 1000));
+                ticket := op.ticket;
+                RETURN NEXT;
+                CONTINUE;
+            END IF;
+        END IF;
+
         SELECT x.* INTO l FROM pgleaderlock.lock_leases x WHERE x.lock_name = op.lock FOR UPDATE;
 
         IF op.kind = 'abandon' THEN
