@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import socket
 import ssl
 import subprocess
@@ -125,6 +126,17 @@ def test_without_its_extra_it_says_what_to_install(missing: str, store: str) -> 
     with running("serve", "--store", store, "--port", "0", code=hide) as program:
         assert program.end() == 2
     assert program.err == f"error: the lock server needs {missing}: pip install 'pgleaderlock[server]'\n"
+
+
+def test_a_signal_ends_it_while_its_database_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://u:{SECRET}@127.0.0.1:{silent.getsockname()[1]}/db?connect_timeout=600&sslmode=disable"
+        with running("serve", "--port", "0", "--store", url) as server:
+            asking, _ = silent.accept()
+            with asking:
+                server.signal(signal.SIGTERM)
+                assert server.end() == 0
+        assert SECRET not in server.err + server.out
 
 
 # --- Where settings come from

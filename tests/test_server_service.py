@@ -267,7 +267,14 @@ async def test_a_body_comes_in_parts() -> None:
 
 
 async def test_a_body_is_not_read_beyond_its_limit() -> None:
-    receive = sender(part(b"ab", more=True), part(b"cd", more=True))
+    receive = sender(part(b"ab", more=True), part(b"cd", more=True), part(b"e", more=False))
+    assert (await refusal_of(read_body(receive, Waits(10), 3))).status == 413
+
+
+async def test_a_body_without_end_is_refused_before_its_end() -> None:
+    async def receive() -> dict[str, Any]:
+        return part(b" " * 65_536, more=True)
+
     assert (await refusal_of(read_body(receive, Waits(10), 3))).status == 413
 
 

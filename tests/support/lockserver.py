@@ -12,19 +12,39 @@ import http.client
 import json
 import re
 import signal
-from collections.abc import Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from support.program import PATIENCE_S, Program, running
 
-__all__ = ["ADMIN_TOKEN", "PLAIN_TOKEN", "PREFIX", "PREFIX_TOKEN", "LockServerProcess", "Reply", "lock_server"]
+__all__ = [
+    "ADMIN_TOKEN",
+    "OWNER",
+    "PLAIN_TOKEN",
+    "PREFIX",
+    "PREFIX_TOKEN",
+    "LockServerProcess",
+    "Reply",
+    "acquire",
+    "connected",
+    "everything",
+    "lease_of",
+    "lock_server",
+    "metrics",
+    "raw",
+    "renews",
+    "until",
+]
 
 ADMIN_TOKEN = "admin-token-for-tests-0001"
 PLAIN_TOKEN = "plain-token-for-tests-0002"
 PREFIX_TOKEN = "prefix-token-for-tests-0003"
 PREFIX = "team/"
+OWNER = {"owner_id": "w1", "ttl_ms": 60_000}
 
 TOKEN_FILE = f"""
 [[token]]
@@ -115,3 +135,53 @@ def lock_server(
         found = re.search(r"listening on (\S+)", program.out)
         assert found is not None
         yield LockServerProcess(program, found[1], tokens=tokens)
+
+
+# --- What tests ask it again and again
+
+
+def acquire(server: LockServerProcess, lock: str, owner: str = "w1", ttl_ms: int = 60_000, **more: Any) -> Reply:
+    return server.ask("POST", f"/v1/locks/{lock}/acquire", {"owner_id": owner, "ttl_ms": ttl_ms, **more})
+
+
+def lease_of(reply: Reply) -> dict[str, Any]:
+    assert reply.status == 200, reply
+    return {key: reply.json()[key] for key in ("owner_id", "lease_id", "fencing_token")}
+
+
+def metrics(server: LockServerProcess) -> dict[str, float]:
+    text = server.ask("GET", "/metrics").body.decode()
+    return {name: float(value) for name, value in re.findall(r"^([a-z_]+(?:\{.*?\})?) (\S+)$", text, re.MULTILINE)}
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Nothing signals another process's state: looked at until it is so."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def connected(server: LockServerProcess, data: bytes) -> Iterator[socket.socket]:
+    with socket.create_connection((server.host, server.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(data)
+        yield connection
+
+
+def everything(connection: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            said += chunk
+    return said
+
+
+def raw(path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
+    shown = ["Host: localhost", "Content-Type: application/json", f"Content-Length: {length or len(body)}", *headers]
+    return "\r\n".join([f"POST {path} HTTP/1.1", *shown, "", ""]).encode("latin-1") + body
+
+
+def renews(server: LockServerProcess, lock: str, lease: dict[str, Any]) -> bool:
+    return server.ask("POST", f"/v1/locks/{lock}/renew", {**lease, "extend_by_ms": 1000}).status == 200

@@ -25,7 +25,7 @@ from pgleaderlock._http.answers import Refusal
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError
 
-__all__ = ["ANYONE", "Caller", "Tokens", "line_of_key"]
+__all__ = ["ANYONE", "Caller", "Tokens"]
 
 _TOKEN_CHARS_MIN = 16
 _TOKEN_CHARS_MAX = 512
@@ -96,13 +96,6 @@ class Tokens:
         return hmac.digest(self._key, hashlib.sha256(token).digest(), "sha256")
 
 
-def line_of_key(text: str, key: str, nth: int = 1) -> int:
-    """The line on which a TOML key is written for the nth time; 0 if that cannot be told."""
-    written = re.compile(rf"""^\s*(?:["']?){re.escape(key)}(?:["']?)\s*=""")
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if written.match(line)]
-    return lines[nth - 1] if len(lines) >= nth else 0
-
-
 def _parsed(text: str, path: Path) -> dict[str, Caller]:
     try:
         document = tomllib.loads(text)
@@ -118,9 +111,7 @@ def _parsed(text: str, path: Path) -> dict[str, Caller]:
     for number, entry in enumerate(entries, 1):
         token, caller = _entry(entry, f"the token file {path}, [[token]] number {number}")
         if token in callers:
-            raise ConfigurationError(
-                f"the token file {path} has one token twice: numbers of {caller.name!r} and another"
-            )
+            raise ConfigurationError(f"the token file {path} has one token twice: that of {caller.name!r}")
         callers[token] = caller
     return callers
 

@@ -100,13 +100,21 @@ async def _serve(server: "LockServer", stopper: Stopper, said: str) -> None:
     from pgleaderlock.server.run import ServerError  # noqa: PLC0415 - as above.
 
     log = get_logger("pgleaderlock.server")
-    await server.start()
+    asked = asyncio.ensure_future(stopper.asked())
+    starting = asyncio.ensure_future(server.start())
+    await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():  # a database that does not answer must not keep a signal waiting
+        starting.cancel()
+        await asyncio.wait([starting])
+        if not starting.cancelled() and starting.exception() is None:
+            await server.stop()
+        return
+    starting.result()
     # What has been loaded by now stays: the collector need not look at it again and again.
     gc.collect()
     gc.freeze()
     click.echo(f"listening on {server.url} {said}")
     log.info("server_started", url=server.url)
-    asked = asyncio.ensure_future(stopper.asked())
     ended = asyncio.ensure_future(server.ended())
     await asyncio.wait([asked, ended], return_when=asyncio.FIRST_COMPLETED)
     if stopper.signum is not None:

@@ -4,7 +4,7 @@ Four routes are hot: acquire, renew, release and batch. They are found by splitt
 msgspec, and answered with headers that are built once; everything else goes through Starlette's router. Whatever a
 handler raises becomes an answer here: nothing gets as far as granian, whose own answer would be a bare 500.
 
-Imports `service`, `wire`, `description`, Starlette's router and what `_http` shares. Must never decide anything about
+Imports `service`, `wire`, Starlette's router and what `_http` shares. Must never decide anything about
 locks.
 """
 

@@ -6,6 +6,7 @@ from anywhere but its arguments, and never install a signal handler: that is the
 
 import asyncio
 import contextlib
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
@@ -97,26 +98,31 @@ class LockServer:
                 await self._store.open()
             except StoreError as error:
                 raise ServerError(str(error)) from error
-            metrics = Metrics()
-            service = Service(self._store, metrics, settings.service)
-            waits = Waits(settings.body_timeout_s)
-            self._app = LockApp(
-                service,
-                metrics,
-                waits,
-                hosts=HostCheck([settings.host, *settings.allowed_hosts]),
-                tokens=self._tokens,
-                openapi=openapi_bytes(),
-                access_log=settings.access_log,
-            )
-            self._http = HttpServer(self._app, listening, settings.serving, settings.tls)
+            self._assemble(listening)
         except BaseException:
             listening.close()
+            await self._store.close()
             raise
-        self._http.start()
-        self._background = [asyncio.ensure_future(service.monitor()), asyncio.ensure_future(waits.run())]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if settings.tls else 'http'}://{shown}:{port}"
+
+    def _assemble(self, listening: socket.socket) -> None:
+        settings = self._settings
+        metrics = Metrics()
+        service = Service(self._store, metrics, settings.service)
+        waits = Waits(settings.body_timeout_s)
+        self._app = LockApp(
+            service,
+            metrics,
+            waits,
+            hosts=HostCheck([settings.host, *settings.allowed_hosts]),
+            tokens=self._tokens,
+            openapi=openapi_bytes(),
+            access_log=settings.access_log,
+        )
+        self._http = HttpServer(self._app, listening, settings.serving, settings.tls)
+        self._http.start()
+        self._background = [asyncio.ensure_future(service.monitor()), asyncio.ensure_future(waits.run())]
 
     async def ended(self) -> None:
         """Returns if serving ends by itself, or one of the tasks behind it."""
