@@ -54,6 +54,7 @@ async def main(mode: str, path: str, seed: int) -> None:
         await asyncio.gather(*(client(store, number, seed) for number in range(CLIENTS)))
     elif mode == "fork":
         if os.fork() == 0:
+            signal.alarm(60)  # outlives its parent, but not the test's failure
             for use in (store.get("job"), store.apply([]), store.close()):
                 try:
                     await use
