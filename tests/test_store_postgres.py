@@ -19,7 +19,17 @@ from pgleaderlock._sql import statement
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.migrate import migrate, sql
-from pgleaderlock.server.store import Acquire, Granted, Held, Operation, Release, Released, StoreError, StoreFull
+from pgleaderlock.server.store import (
+    Acquire,
+    Granted,
+    Held,
+    Operation,
+    Release,
+    Released,
+    StoreBusy,
+    StoreError,
+    StoreFull,
+)
 from pgleaderlock.server.store_postgres import PostgresStore
 from proxy import Proxy
 from servers import open_folder
@@ -701,6 +711,30 @@ async def test_the_limit_counts_what_other_servers_have_made(own: str, open_stor
     await there.sweep()
     outcomes = await there.apply([Acquire(f"there-{number}", "alice", 30_000) for number in range(5)])
     assert [type(outcome) for outcome in outcomes] == [Granted, Granted, StoreFull, StoreFull, StoreFull]
+
+
+async def test_more_waiters_than_allowed_are_told_to_come_back(own: str, open_store: OpenStore) -> None:
+    store = await open_store(own, waiters_max=2)
+    await acquired(store, "job")
+    waiters = [waiting(store, "job", f"waiter-{number}") for number in range(2)]
+    await until_waiting(store, "job", 2)
+    with pytest.raises(StoreBusy):
+        await store.wait(Acquire("job", "one too many", 30_000), 600_000)
+    await store.close()
+    assert [type(await waiter) for waiter in waiters] == [Held, Held]
+
+
+async def test_a_sweep_clears_more_than_one_step_of_it(own: str, open_store: OpenStore) -> None:
+    store = await open_store(own, free_kept_s=1e-6)
+    for begin in range(0, 2500, 500):
+        await store.apply([Acquire(f"job-{begin + number}", "alice", 1) for number in range(500)])
+    swept, left = 0, 1
+    async with asyncio.timeout(PATIENCE_S):
+        while left:
+            swept += (await store.sweep()).expired
+            ((left,),) = await rows(own, "SELECT count(*) FROM pgleaderlock.lock_leases")
+    assert swept == 2500
+    assert await rows(own, "SELECT count(*), min(version) FROM pgleaderlock.lock_tokens") == [(2500, 2)]
 
 
 async def test_what_a_killed_server_left_behind_is_swept(own: str, open_store: OpenStore) -> None:

@@ -404,6 +404,11 @@ BEGIN
     expired := coalesce(cardinality(names), 0);
     PERFORM pgleaderlock.lock_wake(w.lock_name)
     FROM (SELECT DISTINCT w.lock_name FROM pgleaderlock.lock_waiters w WHERE w.lock_name = ANY (names)) w;
+    pruned := 0;
+    more := expired = p_step;
+    IF more THEN
+        RETURN;  -- one look through the table at a time
+    END IF;
 
     WITH found AS MATERIALIZED (
         SELECT l.lock_name, l.version FROM pgleaderlock.lock_leases l
@@ -431,7 +436,7 @@ BEGIN
     DELETE FROM pgleaderlock.lock_breaks b WHERE b.break_id IN (
         SELECT o.break_id FROM pgleaderlock.lock_breaks o
         WHERE o.at < clock_timestamp() - interval '90 days' LIMIT p_step FOR UPDATE SKIP LOCKED);
-    more := expired = p_step OR pruned = p_step;
+    more := pruned = p_step;
 END
 $$;
 
