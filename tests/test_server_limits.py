@@ -1,6 +1,7 @@
 """The lock server's limits, each with its own answer, and its end, which nobody holds up."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import select
@@ -107,6 +108,31 @@ def test_a_graceful_stop_answers_who_waits_and_is_held_up_by_nobody(tmp_path: Pa
         assert "server_stopped" in server.program.err
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((server.host, server.port), timeout=PATIENCE_S)
+
+
+def test_a_request_that_is_in_the_store_is_answered_before_the_end(tmp_path: Path) -> None:
+    # Its store answers when there is a file, and says that it was asked by another.
+    asked, go = tmp_path / "asked", tmp_path / "go"
+    code = (
+        "import asyncio, pathlib\n"
+        "from pgleaderlock.server.store_sqlite import SqliteStore\n"
+        "real = SqliteStore.apply\n"
+        "async def apply(self, operations):\n"
+        f"    pathlib.Path({str(asked)!r}).touch()\n"
+        f"    while not pathlib.Path({str(go)!r}).exists(): await asyncio.sleep(0.01)\n"
+        "    return await real(self, operations)\n"
+        "SqliteStore.apply = apply"
+    )
+    with lock_server(tmp_path, code=code) as server, concurrent.futures.ThreadPoolExecutor() as threads:
+        in_flight = threads.submit(acquire, server, "last")
+        until(asked.exists)
+        server.program.signal(signal.SIGTERM)
+        server.program.until("stopping signal=SIGTERM")
+        go.touch()
+        assert in_flight.result(PATIENCE_S).status == 200
+        assert server.program.end() == 0
+    with lock_server(tmp_path) as server:
+        assert acquire(server, "last", "w2").status == 409, "what was answered is in the store"
 
 
 async def test_after_a_stop_no_connection_is_left_in_a_process_that_lives_on() -> None:

@@ -69,7 +69,8 @@ class LockApp:
         self._openapi = openapi
         self._log = get_logger("pgleaderlock.server")
         self._log_each = access_log
-        self._in_flight = 0
+        self.in_flight = 0
+        """Requests that have begun and are not answered yet."""
         self._answered = asyncio.Event()
         self._hot: dict[bytes, _HotRoute] = {
             b"acquire": self._acquire,
@@ -82,7 +83,7 @@ class LockApp:
         """Interrupts everyone who waits: for a lock, or for the rest of a body."""
         self._service.stop()
         self._waits.stop()
-        if not self._in_flight:
+        if not self.in_flight:
             self._answered.set()
 
     async def answered(self) -> None:
@@ -93,7 +94,7 @@ class LockApp:
         if scope["type"] != "http":
             return
         began = time.perf_counter() if self._log_each else 0.0
-        self._in_flight += 1
+        self.in_flight += 1
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = headers.get(b"x-request-id")
         if request_id is not None:
@@ -104,8 +105,8 @@ class LockApp:
             if self._log_each:
                 self._log_request(scope, answer, request_id, began)
         finally:
-            self._in_flight -= 1
-            if self._waits.stopping and not self._in_flight:
+            self.in_flight -= 1
+            if self._waits.stopping and not self.in_flight:
                 self._answered.set()
 
     async def _answer(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:

@@ -7,6 +7,7 @@ from anywhere but its arguments, and never install a signal handler: that is the
 import asyncio
 import contextlib
 import socket
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
@@ -27,6 +28,7 @@ __all__ = ["LOCKS_MAX", "LockServer", "ServerError", "ServerSettings", "store_fr
 
 LOCKS_MAX = 1_000_000
 WAITERS_MAX = 512
+_MOMENT_S = 0.1
 _ANSWER_S = 15.0
 """How long requests in flight have to be answered in at the end: longer than any statement of a store."""
 
@@ -137,7 +139,6 @@ class LockServer:
 
     async def stop(self) -> None:
         """Accepts nothing more, answers what is in flight, wakes who waits, closes the store."""
-        self._app.stop()
         await self._http.stop(self._answered)
         for task in self._background:
             task.cancel()
@@ -145,6 +146,12 @@ class LockServer:
         await self._store.close()
 
     async def _answered(self) -> None:
+        # Who has sent a whole request needs no more than a moment. The others wait, for a lock or for their own client.
+        deadline = time.monotonic() + _MOMENT_S
+        # An event in its place would have to be set and cleared by every request.
+        while self._app.in_flight and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_MOMENT_S / 20)
+        self._app.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
                 await self._app.answered()
