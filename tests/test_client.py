@@ -260,9 +260,11 @@ async def test_a_lease_lost_by_break_cancels_the_body_and_raises_lease_lost(
     working = asyncio.create_task(work())
     await inside.wait()
     await admin.break_lock(name)
-    async with patience():
-        with pytest.raises(LeaseLost) as lost:
-            await working
+    # Waited for from outside: a timeout here must not be what cancels the body.
+    done, _ = await asyncio.wait({working}, timeout=PATIENCE_S)
+    assert done, "the body went on without its lease"
+    with pytest.raises(LeaseLost) as lost:
+        await working
     assert lost.value.reason == "not_owner"
     assert seen == ["cancelled"]
     assert not working.cancelled()
@@ -390,16 +392,6 @@ async def test_a_waiting_acquire_that_is_cancelled_stands_in_nobodys_way(client:
         await gone
     await until_waiting(client, name, 0)
     await client.release(first)
-    async with patience():
-        assert (await client.acquire(name, 5.0, wait_s=PATIENCE_S)).valid
-
-
-async def test_a_release_that_is_cancelled_still_happens(client: AsyncLockClient, name: str) -> None:
-    lease = await client.acquire(name, 60.0)
-    task = asyncio.create_task(client.release(lease))
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
     async with patience():
         assert (await client.acquire(name, 5.0, wait_s=PATIENCE_S)).valid
 

@@ -539,11 +539,12 @@ def test_a_thousand_leases_are_renewed_in_two_calls(clock: StillClock) -> None:
     core = make_core(clock)
     plan = HeartbeatPlan(core)
     leases = []
+    first_due = clock.now() + 10.0
     for _ in range(1000):
         leases.append(make_lease(clock, ttl_s=30.0))
         plan.add(leases[-1], None)
         clock.at += 0.001  # they were not taken at the same moment
-    clock.at += 10.0
+    clock.at = first_due  # of one of them
     network = Network(clock, [all_renewed] * 10)
     beat(plan, core, network)
     assert len(network.sends) == 2

@@ -193,6 +193,22 @@ async def test_an_acquire_that_is_cancelled_after_its_grant_was_lost_gives_it_ba
     await until_held(direct, name, held=False)
 
 
+async def test_a_release_that_is_cancelled_before_it_arrived_still_happens(
+    client: AsyncLockClient, direct: AsyncLockClient, proxy: Proxy, name: str
+) -> None:
+    lease = await client.acquire(name, 60.0)
+    proxy.cut()
+    releasing = asyncio.create_task(client.release(lease))
+    await asyncio.sleep(0)
+    releasing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await releasing
+    assert lease.state is LeaseState.RELEASED
+    proxy.reset()  # what was on its way is lost
+    proxy.heal()
+    await until_held(direct, name, held=False)
+
+
 async def test_an_acquire_that_had_no_answer_in_time_gives_back_what_it_may_have_got(
     direct: AsyncLockClient, proxy: Proxy, name: str
 ) -> None:
@@ -360,11 +376,12 @@ async def test_a_blocking_acquire_without_an_answer_gives_back_what_it_may_have_
         await until_held(direct, name, held=False)
 
 
-async def test_a_forked_child_shares_no_connection_with_its_parent(server: LockServerProcess, name: str) -> None:
+async def test_a_forked_child_shares_no_connection_with_its_parent(proxy: Proxy, name: str) -> None:
     import os
 
-    with LockClient(server.url) as client:
-        lease = client.acquire(name, 60.0)
+    with LockClient(f"http://127.0.0.1:{proxy.port}") as client:
+        lease = await asyncio.to_thread(client.acquire, name, 60.0)
+        assert proxy.accepted == 1
         inside_r, inside_w = os.pipe()
         pid = os.fork()
         if pid == 0:  # the child: says one letter for each truth, and leaves without cleaning up
@@ -376,9 +393,10 @@ async def test_a_forked_child_shares_no_connection_with_its_parent(server: LockS
             os._exit(0)
         os.close(inside_w)
         try:
-            assert client.get(name).held
             assert await asyncio.to_thread(os.read, inside_r, 10) == b"nys"
-            assert client.release(lease) is True
+            assert proxy.accepted == 2
+            assert await asyncio.to_thread(client.release, lease) is True
+            assert proxy.accepted == 2, "the child has closed its parent's connection"
         finally:
             os.close(inside_r)
             await asyncio.to_thread(os.waitpid, pid, 0)

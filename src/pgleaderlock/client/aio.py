@@ -12,7 +12,7 @@ Imports the client's other modules, `errors`, `_clock`, `_logging`. Must never d
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -214,7 +214,7 @@ class AsyncLockClient:
         At the end the lease is released.
         """
 
-        def acquire() -> "asyncio.Future[AsyncLease] | Any":
+        def acquire() -> Awaitable[AsyncLease]:
             return self.acquire_with_retry(
                 lock_name, ttl_s, wait_s=wait_s, max_retries=max_retries, max_total_wait_s=max(wait_s, max_total_wait_s)
             )
@@ -224,11 +224,13 @@ class AsyncLockClient:
     async def aclose(self) -> None:
         """Ends heartbeats, finishes what was cancelled (bounded), and closes the connections. Releases no lease."""
         await self._heart.close()
-        if self._background:
-            _, late = await asyncio.wait(self._background, timeout=CLEAN_UP_TIMEOUT_S)
-            for task in late:
+        try:
+            if self._background:
+                await asyncio.wait(self._background, timeout=CLEAN_UP_TIMEOUT_S)
+        finally:
+            for task in self._background:
                 task.cancel()
-        await self._pool.close()
+            await self._pool.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -339,7 +341,9 @@ class _Heart:
 class _Held:
     """The block of `client.lock`: as `asyncio.timeout`, but for a lease."""
 
-    def __init__(self, client: AsyncLockClient, acquire: Callable[[], Any], interval_s: float | None) -> None:
+    def __init__(
+        self, client: AsyncLockClient, acquire: Callable[[], Awaitable[AsyncLease]], interval_s: float | None
+    ) -> None:
         self._client = client
         self._acquire = acquire
         self._interval_s = interval_s
@@ -349,7 +353,7 @@ class _Held:
         self._told = False
 
     async def __aenter__(self) -> AsyncLease:
-        lease: AsyncLease = await self._acquire()
+        lease = await self._acquire()
         # No await from here to the body: what was granted cannot be cancelled away unnoticed.
         self._lease = lease
         self._task = asyncio.current_task()
