@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import signal
 import sys
@@ -24,8 +25,10 @@ from pgleaderlock.server.store import (
     Granted,
     Held,
     Operation,
+    Outcome,
     Release,
     Released,
+    Renewed,
     StoreBusy,
     StoreError,
     StoreFull,
@@ -442,20 +445,27 @@ async def test_over_crashes_of_the_server_every_grant_stands_and_no_token_comes_
     tokens: list[int] = []
     stop = False
 
-    async def client(store: PostgresStore) -> None:
-        while not stop:
-            try:
-                (outcome,) = await store.apply([Acquire("job", "alice", 600_000)])
-                if isinstance(outcome, Granted):
-                    tokens.append(outcome.fencing_token)
-                    await store.apply([release_of(outcome)])
-            except StoreError:
-                # It may have been granted or not. Nobody else can know, so it is freed by force.
+    async def insisted(store: PostgresStore, operation: Operation) -> Outcome:
+        """The same until there is an answer, as a client does."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
                 with contextlib.suppress(StoreError):
-                    await store.break_lock("job", "test")
-            await asyncio.sleep(0)
+                    (outcome,) = await store.apply([operation])
+                    return outcome
+                await asyncio.sleep(POLL_S)
 
-    clients = [asyncio.create_task(client(store)) for store in stores]
+    async def client(store: PostgresStore, name: str) -> None:
+        for number in itertools.count():
+            lease = await insisted(store, Acquire("job", name, 600_000, f"{name}-{number}"))
+            if isinstance(lease, Granted):
+                tokens.append(lease.fencing_token)
+                renewed = await insisted(store, renew_of(lease, 600_000))
+                assert isinstance(renewed, Renewed), "a grant that was acknowledged is gone"
+                await insisted(store, release_of(lease))
+            if stop:
+                return
+
+    clients = [asyncio.create_task(client(store, f"client-{n}")) for n, store in enumerate(stores)]
     for _ in range(count(3, 20)):
         seen = len(tokens)
         async with asyncio.timeout(PATIENCE_S):
