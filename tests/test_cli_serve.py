@@ -9,11 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
+from conftest import StartServer
 from pgleaderlock._http.tokens import Tokens
 from pgleaderlock.cli.serve import serve
 from pgleaderlock.errors import ConfigurationError
-from support.lockserver import TOKEN_FILE, lock_server
+from support.lockserver import TOKEN_FILE, acquire, lock_server
 from support.program import command, running
 
 SECRET = "s3cret-Pa55"
@@ -87,6 +89,18 @@ def test_it_serves_https(tmp_path: Path) -> None:
         ):
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_two_servers_on_one_postgresql_share_their_locks(tmp_path: Path, throwaway_postgres: StartServer) -> None:
+    given = conninfo_to_dict(throwaway_postgres().dsn)
+    where = f"{given['host']}:{given['port']}/{given['dbname']}?sslmode=disable"
+    url = f"postgresql://{given['user']}:{given['password']}@{where}"
+    with lock_server(tmp_path, store=url) as one, lock_server(tmp_path, store=url) as other:
+        assert acquire(one, "shared").status == 200
+        assert acquire(other, "shared", "w2").status == 409
+        assert (one.stop(), other.stop()) == (0, 0)
+        assert f":***@{given['host']}" in one.program.out, "the password is not shown"
+        assert str(given["password"]) not in one.program.out + one.program.err
 
 
 # --- What it refuses
