@@ -122,7 +122,7 @@ def write(path: Path, statement: str) -> None:
 # --- Durable, or refused
 
 
-async def test_every_commit_is_synced(opened: OpenStore, disk: Disk) -> None:
+async def test_every_grant_is_synced(opened: OpenStore, disk: Disk) -> None:
     async with opened(vfs=disk.name) as store:
         connection = store._locks._connection
         assert connection.execute("PRAGMA synchronous").get == 2
@@ -131,6 +131,36 @@ async def test_every_commit_is_synced(opened: OpenStore, disk: Disk) -> None:
             before = disk.syncs
             await acquired(store, f"job-{number}")
             assert disk.syncs > before
+
+
+async def test_mere_releases_wait_for_no_disk_and_the_grant_after_them_does(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        leases = [await acquired(store, f"job-{number}") for number in range(3)]
+        before = disk.syncs
+        assert await store.apply([release_of(lease) for lease in leases[:2]]) == [Released(), Released()]
+        assert disk.syncs == before
+        await acquired(store, "job-0")
+        assert disk.syncs > before
+
+
+async def test_a_renewal_is_synced(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        lease = await acquired(store, "job")
+        await store.apply([release_of(await acquired(store, "other"))])  # after a commit that was not
+        before = disk.syncs
+        assert isinstance((await store.apply([renew_of(lease, 60_000)]))[0], Renewed)
+        assert disk.syncs > before
+
+
+async def test_a_release_that_grants_the_lock_to_a_waiter_is_synced(opened: OpenStore, disk: Disk) -> None:
+    async with opened(vfs=disk.name) as store:
+        lease = await acquired(store, "job")
+        waiting = asyncio.ensure_future(store.wait(Acquire("job", "second", 60_000), 60_000))
+        await until_waiting(store, "job", 1)
+        before = disk.syncs
+        await store.apply([release_of(lease)])
+        assert isinstance(await waiting, Granted)
+        assert disk.syncs > before
 
 
 @pytest.mark.parametrize("ignored", ["PRAGMA synchronous", "PRAGMA journal_mode"])

@@ -32,6 +32,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x70676C6C  # "pgll", in the header of the file: nobody else's database is touched
+SYNCHRONOUS_NORMAL = 1
 SYNCHRONOUS_FULL = 2
 SYNCHRONOUS = SYNCHRONOUS_FULL
 PAGE_BYTES = 1024  # a grant writes one page: with a million locks, small ones are a third faster
@@ -232,6 +233,11 @@ def _set_up(connection: apsw.Connection, path: Path) -> None:
             f"{path} cannot be written durably (journal_mode {mode}, synchronous {synchronous}): "
             "a grant might be lost and its token given twice. Use a local disk"
         )
+
+
+def sync_commits(connection: apsw.Connection, wanted: bool) -> None:
+    """Whether the commits from now on wait for the disk. Not inside a transaction."""
+    connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS if wanted else SYNCHRONOUS_NORMAL}")
 
 
 def _make_schema(connection: apsw.Connection) -> None:

@@ -1,6 +1,10 @@
 """The one thread that writes to the file of the SQLite store: takes what has gathered, does it in one transaction, and
 answers when that is on the disk (group commit).
 
+A group of mere releases does not wait for the disk. They are in the log, so they survive the process; if a power cut
+takes them back, the locks are held again until their leases end, which delays somebody and harms nobody. The next grant
+takes them to the disk with it. A grant or a renewal that was taken back would be a lease that two believe in.
+
 Imports apsw, the clock and its neighbours. Must never answer before the commit has returned, and never decide about a
 lock: the rules are in `_sqlite_locks`.
 """
@@ -17,11 +21,11 @@ from typing import Any
 import apsw
 
 from pgleaderlock._clock import Clock
-from pgleaderlock.server._sqlite_file import Identity, explained, sql
+from pgleaderlock.server._sqlite_file import Identity, explained, sql, sync_commits
 from pgleaderlock.server._sqlite_locks import Locks
 from pgleaderlock.server._sqlite_log import Log
 from pgleaderlock.server._sqlite_waiting import Ticket
-from pgleaderlock.server.store import Operation, StoreError
+from pgleaderlock.server.store import Operation, Release, StoreError
 
 __all__ = ["Apply", "Call", "Cancel", "Tick", "Writer"]
 
@@ -97,6 +101,7 @@ class Writer:
         self.put = self._items.put
         self.queued = self._items.qsize
         self._owed: list[Cancel] = []
+        self._syncing = True
         self._thread = threading.Thread(target=self._work, name="pgleaderlock lock writer", daemon=True)
 
     def start(self) -> None:
@@ -150,6 +155,10 @@ class Writer:
         locks.answers = []
         cancels = self._owed + [item for item in group if type(item) is Cancel]
         try:
+            syncing = closing or not self._only_frees(group)
+            if syncing != self._syncing:
+                sync_commits(self._connection, syncing)
+                self._syncing = syncing
             self._connection.execute("BEGIN IMMEDIATE")
             self._verify()
             # Read after the last item was taken: no lease runs from before its owner asked for it.
@@ -171,6 +180,12 @@ class Writer:
             return self._failed(group, told, closing=closing)
         self._owed = []
         return locks.answers
+
+    def _only_frees(self, group: list[Item]) -> bool:
+        """Nothing but releases, and nobody to whom a freed lock would be granted in the same transaction."""
+        if self._locks.room.lines or self._owed:
+            return False
+        return all(type(item) is tuple and all(type(one) is Release for one in item[1]) for item in group)
 
     def _do(self, item: Item) -> None:
         """One item. What fails alone is answered alone; what has ended the transaction is raised."""

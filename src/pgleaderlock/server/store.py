@@ -4,7 +4,8 @@ The rules, which one conformance suite checks on every store:
 
 - S1: at any time at most one lease of a lock is good. Only expiry, release and break end one.
 - S2: each grant of a lock carries a fencing token higher than every one before, for ever: after a restart, after the
-  lock's row has been removed, after a crash of the machine. An outcome is given only when it is durable.
+  lock's row has been removed, after a crash of the machine. A grant and a renewal are told only when they are durable.
+  A release need only outlive the process: a power cut may take it back, and then the lease runs to its end.
 - S3: renew and release match owner, lease and token, and a lease that is still good; a stale one changes nothing.
 - L1: an expired lease is no obstacle, whether or not the sweep has seen it.
 - L2: a refusal says when to come back.
