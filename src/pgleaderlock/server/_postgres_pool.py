@@ -5,7 +5,7 @@ and one flush to disk for all of them. A statement whose outcome is not known co
 told so.
 
 Imports psycopg's errors, `_session`, `_conninfo`, `_clock`, `errors`, `retry`, `store` and the standard library.
-Must never send a statement twice by itself, and never report a grant that came with a warning.
+Must never send again what may have taken effect, and never report a grant that came with a warning.
 """
 
 import asyncio
