@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -286,4 +287,4 @@ def test_no_module_of_the_command_line_is_imported_by_the_library() -> None:
         path for path in package.rglob("*.py") if package / "cli" not in path.parents and path.stem != "__main__"
     ]
     assert outside
-    assert not [path for path in outside if "pgleaderlock.cli" in path.read_text()]
+    assert not [path for path in outside if re.search(r"\bpgleaderlock\.cli\b", path.read_text())]
