@@ -1,6 +1,7 @@
 """The client against a real lock server: what each method does, for asyncio and for threads."""
 
 import asyncio
+import contextlib
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -23,7 +24,7 @@ from pgleaderlock.client import (
     Renew,
     _beat,
 )
-from pgleaderlock.client import aio as aio_module
+from pgleaderlock.client import _aio_lease as heart_module
 from pgleaderlock.errors import ConfigurationError
 from support.lockserver import LockServerProcess, lock_server
 from support.program import PATIENCE_S
@@ -287,6 +288,37 @@ async def test_a_task_is_as_uncancelled_after_a_lost_lease_as_before(
     await asyncio.sleep(0)
 
 
+async def test_a_body_that_finds_the_loss_itself_is_told_by_what_it_called(
+    client: AsyncLockClient, admin: AsyncLockClient, name: str
+) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def work() -> None:
+        async with client.lock(name, 60.0) as lease:
+            await admin.break_lock(name)
+            await client.renew(lease)
+            pytest.fail("a renewal of a broken lease was acknowledged")
+
+    with pytest.raises(LeaseLost):
+        await work()
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)  # a cancellation that was left behind would show here
+
+
+async def test_a_body_that_swallows_its_cancellation_is_told_at_its_end(
+    client: AsyncLockClient, admin: AsyncLockClient, name: str
+) -> None:
+    async def work() -> None:
+        async with client.lock(name, 1.0, interval_s=0.05):
+            await admin.break_lock(name)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(PATIENCE_S)
+
+    with pytest.raises(LeaseLost):
+        await work()
+
+
 async def test_a_cancellation_from_outside_stays_one_and_the_lock_is_released(
     client: AsyncLockClient, name: str
 ) -> None:
@@ -343,7 +375,7 @@ async def test_many_leases_of_one_client_are_renewed_in_few_calls(
         calls.append(len(beats))
         return renew_together(core, plan, beats, timeout_s)
 
-    monkeypatch.setattr(aio_module, "renew_together", counting)
+    monkeypatch.setattr(heart_module, "renew_together", counting)
     got = []
     for start in range(0, 1000, 500):
         got += await client.batch([Acquire(f"{name}/{n}", 20.0) for n in range(start, start + 500)])

@@ -713,10 +713,8 @@ def test_the_two_clients_have_the_same_methods_and_settings() -> None:
     asynchronous, blocking = public.AsyncLockClient, public.LockClient
     assert inspect.signature(asynchronous) == inspect.signature(blocking)
     names = {name for name in vars(asynchronous) if not name.startswith("_")}
-    assert names - {"aclose", "release_later"} == {name for name in vars(blocking) if not name.startswith("_")} - {
-        "close"
-    }
-    for name in names - {"aclose", "release_later", "owner_id"}:
+    assert names - {"aclose"} == {name for name in vars(blocking) if not name.startswith("_")} - {"close"}
+    for name in names - {"aclose", "owner_id"}:
         ours = inspect.signature(getattr(asynchronous, name)).parameters
         theirs = inspect.signature(getattr(blocking, name)).parameters
         assert list(ours) == list(theirs), name

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import socket
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -275,6 +276,68 @@ def test_a_frozen_server_lets_the_deadline_of_the_heartbeat_thread_fire(tmp_path
         with pytest.raises(LeaseLost) as lost:
             work(client, own)
         assert lost.value.reason == "deadline"
+
+
+async def test_a_silent_server_does_not_hold_up_the_news_of_a_loss(tmp_path: Path, name: str) -> None:
+    """Its release would wait for the server, far longer than the test's patience."""
+
+    async def work(client: AsyncLockClient) -> None:
+        async with client.lock(name, 0.6):
+            await asyncio.Event().wait()
+
+    def blocking_work(client: LockClient) -> None:
+        with client.lock(f"{name}/2", 0.6) as lease:
+            lease.lost.wait(PATIENCE_S)
+
+    with lock_server(tmp_path) as own, LockClient(own.url, request_timeout_s=300.0) as blocking:
+        async with AsyncLockClient(own.url, request_timeout_s=300.0) as client:
+            await client.get(name)
+            both = [
+                asyncio.create_task(work(client)),
+                asyncio.create_task(asyncio.to_thread(blocking_work, blocking)),
+            ]
+            await until_held(client, name)
+            await until_held(client, f"{name}/2")
+            with frozen(own):
+                done, _ = await asyncio.wait(both, timeout=PATIENCE_S)
+            assert len(done) == 2
+            for task in both:
+                with pytest.raises(LeaseLost):
+                    await task
+
+
+@contextlib.contextmanager
+def unreachable() -> Iterator[str]:
+    """An address where a connect hangs: a listener whose queue is full, so that the kernel answers nobody."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(3):
+            filling = stack.enter_context(socket.socket())
+            filling.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filling.connect(listener.getsockname())
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_a_server_that_cannot_be_reached_leaves_a_heartbeat_time_for_the_next_one(
+    server: LockServerProcess, name: str
+) -> None:
+    with unreachable() as nowhere:
+        async with AsyncLockClient([nowhere, server.url], connect_timeout_s=30.0, request_timeout_s=0.5) as client:
+            lease = await client.acquire(name, 2.0)
+            client._core._turn = 0  # the one that cannot be reached is asked again
+            client.start_heartbeat(lease)
+            before = lease.deadline
+            async with patience():
+                while lease.deadline == before and not lease.lost.is_set():
+                    await asyncio.sleep(0.01)
+            assert lease.valid
+            assert client._core.endpoint.port == server.port
+        with LockClient([nowhere, server.url], connect_timeout_s=30.0, request_timeout_s=0.5) as blocking:
+            held = await asyncio.to_thread(blocking.acquire, f"{name}/2", 2.0)
+            assert held.valid
 
 
 async def test_a_short_silence_costs_nothing(client: AsyncLockClient, proxy: Proxy, name: str) -> None:

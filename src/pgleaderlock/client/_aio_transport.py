@@ -105,7 +105,7 @@ class AsyncPool:
             return await self._exchange(send)
 
     async def _exchange(self, send: Send) -> Reply:
-        connection = self._take(send.endpoint) or await self._connect(send.endpoint)
+        connection = self._take(send.endpoint) or await self._connect(send)
         try:
             reply = await connection.exchange(send, self._core)
         except BaseException as error:
@@ -129,12 +129,15 @@ class AsyncPool:
             connection.abort()
         return None
 
-    async def _connect(self, endpoint: Endpoint) -> _Connection:
+    async def _connect(self, send: Send) -> _Connection:
         if self._closed:
             raise NoAnswer("the client is closed")
+        endpoint = send.endpoint
+        # Who has little time for an answer has no more for the way to it: a renewal must get to the next server.
+        timeout_s = min(self._core.connect_timeout_s, send.timeout_s)
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._core.connect_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
                     lambda: _Connection(endpoint),
                     endpoint.host,
@@ -142,7 +145,7 @@ class AsyncPool:
                     ssl=self._core.ssl_context if endpoint.tls else None,
                 )
         except TimeoutError:
-            raise NoAnswer(f"cannot connect within {self._core.connect_timeout_s:g} s") from None
+            raise NoAnswer(f"cannot connect within {timeout_s:g} s") from None
         except (OSError, UnicodeError) as error:
             raise NoAnswer(f"cannot connect: {error}") from error
         return connection

@@ -57,6 +57,7 @@ WAIT_S_MAX = 86_400
 SLICE_S_MAX = 60.0
 """What the server lets one request wait; a longer wait is asked for again."""
 LEAST_WAIT_S = 0.01
+RELEASE_S_LEAST = 0.2
 MANY_REQUESTS = 429
 
 
@@ -148,7 +149,7 @@ def acquire(
         if left_s < LEAST_WAIT_S:
             raise outcome
         # A slice of the wait is over, or the server stops and has sent its waiters away.
-        yield Pause(min(left_s, outcome.recommended_retry_s, PAUSE_S_MAX))
+        yield Pause(min(left_s, max(PAUSE_S_MIN, min(outcome.recommended_retry_s, PAUSE_S_MAX))))
     attempt.granted = outcome
     lease = make_lease(outcome, attempt.ttl_s, attempt.counted_from(outcome))
     if not lease.valid:
@@ -314,12 +315,14 @@ def release(core: Core, lease: BaseLease) -> Flow[bool]:
     # One that was given up at its deadline may still be there: freeing it lets the next one in sooner.
     if not ours and (lease.state is LeaseState.RELEASED or lease.loss().reason != "deadline"):
         return False
-    counted = lease.deadline > core.clock.now()
+    left_s = lease.deadline - core.clock.now()
     request = wire.release_request(lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token)
+    # Nobody has to wait longer for this than the lease itself would have lasted.
+    timeout_s = min(core.request_timeout_s, max(RELEASE_S_LEAST, left_s))
     sends: list[Send] = []
 
     def make(endpoint: Endpoint) -> Send:
-        sends.append(Send(tagged(core, request), endpoint, core.request_timeout_s))
+        sends.append(Send(tagged(core, request), endpoint, timeout_s))
         return sends[-1]
 
     reply, _ = yield from call(core, make)
@@ -327,7 +330,7 @@ def release(core: Core, lease: BaseLease) -> Flow[bool]:
         return True
     # An earlier send of this very release may have ended it, and its answer was lost. While the lease was ours by our
     # own clock, nothing else is likely.
-    return counted and sum(send.sent_at is not None for send in sends) > 1
+    return left_s > 0 and sum(send.sent_at is not None for send in sends) > 1
 
 
 def release_again(core: Core, lease: BaseLease) -> Flow[None]:

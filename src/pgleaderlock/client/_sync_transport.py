@@ -92,7 +92,7 @@ class SyncPool:
             return self._exchange(send)
 
     def _exchange(self, send: Send) -> Reply:
-        connection = self._take(send.endpoint) or self._connect(send.endpoint)
+        connection = self._take(send.endpoint) or self._connect(send)
         try:
             reply = connection.exchange(send, self._core)
         except BaseException as error:
@@ -133,10 +133,12 @@ class SyncPool:
             for connection in connections:
                 connection.close()
 
-    def _connect(self, endpoint: Endpoint) -> _Connection:
+    def _connect(self, send: Send) -> _Connection:
         if self._closed:
             raise NoAnswer("the client is closed")
-        timeout_s = self._core.connect_timeout_s
+        endpoint = send.endpoint
+        # Who has little time for an answer has no more for the way to it: a renewal must get to the next server.
+        timeout_s = min(self._core.connect_timeout_s, send.timeout_s)
         try:
             sock = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
         except TimeoutError:

@@ -10,24 +10,23 @@ Imports the client's other modules, `errors`, `_clock`, `_logging`. Must never d
 """
 
 import asyncio
-import contextlib
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pgleaderlock._clock import LOOK_S, Clock
+from pgleaderlock._clock import Clock
 from pgleaderlock._logging import get_logger
 from pgleaderlock.client import _batch
 from pgleaderlock.client import _flows as flows
+from pgleaderlock.client._aio_lease import AsyncHeart, AsyncHeartbeat, AsyncLease
 from pgleaderlock.client._aio_transport import AsyncPool
-from pgleaderlock.client._beat import Beat, HeartbeatPlan, renew_together
 from pgleaderlock.client._core import Core, NoAnswer, Send
-from pgleaderlock.client._lease import BaseLease, LeaseState
+from pgleaderlock.client._lease import LeaseState
 from pgleaderlock.client._wire import Granted, LockInfo
-from pgleaderlock.errors import LockServerError
+from pgleaderlock.errors import LeaseLost, LockServerError
 
-__all__ = ["AsyncHeartbeat", "AsyncLease", "AsyncLockClient"]
+__all__ = ["AsyncLockClient"]
 
 T = TypeVar("T")
 
@@ -35,46 +34,6 @@ T = TypeVar("T")
 CLEAN_UP_TIMEOUT_S = 5.0
 
 _log = get_logger("pgleaderlock")
-
-
-class AsyncLease(BaseLease):
-    """A lease, for one event loop."""
-
-    def __init__(self, granted: Granted, ttl_s: float, counted_from: float, clock: Clock) -> None:
-        super().__init__(granted, ttl_s, counted_from, clock)
-        self.lost = asyncio.Event()
-        """Set when the lease is lost; never by a release."""
-        self._over = asyncio.Event()
-
-    def _ended(self) -> None:
-        if self.state is LeaseState.LOST:
-            self.lost.set()
-        self._over.set()
-
-    async def wait_lost(self) -> bool:
-        """True once the lease is lost: the server said so, or the deadline has passed. False once it is released."""
-        while self.state is LeaseState.HELD:
-            left_s = self.remaining_s
-            if left_s <= 0:
-                self._end(LeaseState.LOST, "deadline")
-                break
-            with contextlib.suppress(TimeoutError):
-                # The loop's clock stands still while the machine sleeps: look at ours now and then.
-                async with asyncio.timeout(min(left_s, LOOK_S)):
-                    await self._over.wait()
-        return self.state is LeaseState.LOST
-
-
-class AsyncHeartbeat:
-    """Renews one lease until it ends or `stop()` is called."""
-
-    def __init__(self, lease: AsyncLease, stop: Callable[[BaseLease], None]) -> None:
-        self.lease = lease
-        self._stop = stop
-
-    def stop(self) -> None:
-        """No more renewals. The lease stays until it is released or its deadline passes."""
-        self._stop(self.lease)
 
 
 class AsyncLockClient:
@@ -103,7 +62,7 @@ class AsyncLockClient:
             clock=clock,
         )
         self._pool = AsyncPool(self._core)
-        self._heart = _Heart(self._core, self._run)
+        self._heart = AsyncHeart(self._core, self._run)
         self._background: set[asyncio.Task[None]] = set()
 
     @property
@@ -286,58 +245,6 @@ class AsyncLockClient:
         task.add_done_callback(self._background.discard)
 
 
-class _Heart:
-    """Runs the heartbeat plan in a task that exists while there is a lease to renew, and never waits for a reply."""
-
-    def __init__(self, core: Core, run: Callable[[flows.Flow[None]], Any]) -> None:
-        self._core = core
-        self._run_flow = run
-        self._plan = HeartbeatPlan(core)
-        self._task: asyncio.Task[None] | None = None
-        self._renewing: set[asyncio.Task[None]] = set()
-        self._wake = asyncio.Event()
-
-    def add(self, lease: AsyncLease, interval_s: float | None) -> None:
-        self._plan.add(lease, interval_s)
-        lease._watch(self._wake.set)  # noqa: SLF001 - the plan lets go of it at once
-        self._wake.set()
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._beat(), name="pgleaderlock-heartbeat")
-
-    def discard(self, lease: BaseLease) -> None:
-        self._plan.discard(lease)
-        self._wake.set()
-
-    async def _beat(self) -> None:
-        while True:
-            self._wake.clear()
-            look = self._plan.look()
-            for batch in look.batches:
-                task = asyncio.get_running_loop().create_task(self._renew(batch), name="pgleaderlock-renew")
-                self._renewing.add(task)
-                task.add_done_callback(self._renewing.discard)
-            if look.wake_at is None:
-                return
-            delay_s = min(LOOK_S, max(0.0, look.wake_at - self._core.clock.now()))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
-                    await self._wake.wait()
-
-    async def _renew(self, batch: list[Beat]) -> None:
-        try:
-            await self._run_flow(renew_together(self._core, self._plan, batch, self._plan.timeout_s(batch)))
-        except Exception as error:
-            # A heartbeat must survive whatever goes wrong: the leases' own deadlines are the judge.
-            self._plan.failed(batch, error)
-        self._wake.set()
-
-    async def close(self) -> None:
-        tasks = [task for task in (self._task, *self._renewing) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class _Held:
     """The block of `client.lock`: as `asyncio.timeout`, but for a lease."""
 
@@ -350,6 +257,7 @@ class _Held:
         self._lease: AsyncLease | None = None
         self._task: asyncio.Task[Any] | None = None
         self._cancelling = 0
+        self._telling: asyncio.Handle | None = None
         self._told = False
 
     async def __aenter__(self) -> AsyncLease:
@@ -368,7 +276,13 @@ class _Held:
         return lease
 
     def _interrupt(self) -> None:
-        if self._lease is not None and self._lease.state is LeaseState.LOST and self._task is not None:
+        # Not here and now: the body itself may have found the loss, by a renewal of its own, and then it is told by
+        # that. A task that cancels itself cannot take it back.
+        if self._lease is not None and self._lease.state is LeaseState.LOST:
+            self._telling = asyncio.get_running_loop().call_soon(self._cancel_body)
+
+    def _cancel_body(self) -> None:
+        if self._task is not None:
             self._told = True
             self._task.cancel("the lease is lost")
 
@@ -379,19 +293,25 @@ class _Held:
         assert lease is not None
         assert task is not None
         lease._unwatch(self._interrupt)  # noqa: SLF001 - from here on nobody is interrupted
-        cancelled_from_outside = False
-        if self._told:
-            # Ours is taken back; if somebody else has cancelled too, theirs goes on.
-            cancelled_from_outside = task.uncancel() > self._cancelling
-        loss = lease.loss() if not lease.valid and lease.state is not LeaseState.RELEASED else None
-        released_before = lease.state is LeaseState.RELEASED
-        try:
-            ended = await self._client.release(lease)
-        except LockServerError as problem:
-            ended = True  # not known; by our own clock it was ours until now
-            _log.warning("release_failed", lock=lease.lock_name, error=problem)
-        if loss is None and not ended and not released_before:
-            loss = flows.found_lost(lease)
+        if self._telling is not None:
+            self._telling.cancel()
+        # Our own cancellation is taken back; if somebody else has cancelled too, theirs goes on.
+        cancelled_from_outside = self._told and task.uncancel() > self._cancelling
+        loss = await self._give_back(lease)
         ours = kind is None or (self._told and kind is asyncio.CancelledError and not cancelled_from_outside)
         if loss is not None and ours:
             raise loss from error
+
+    async def _give_back(self, lease: AsyncLease) -> LeaseLost | None:
+        """Releases; says whether the lease had been lost before, while its work went on."""
+        if lease.state is LeaseState.RELEASED:
+            return None
+        if not lease.valid:
+            loss = lease.loss()
+            self._client.release_later(lease)  # who has lost it has to know now
+            return loss
+        try:
+            return None if await self._client.release(lease) else flows.found_lost(lease)
+        except LockServerError as error:
+            _log.warning("release_failed", lock=lease.lock_name, error=error)
+            return None  # by our own clock it was ours until now

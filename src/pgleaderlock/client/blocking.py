@@ -148,6 +148,11 @@ class LockClient:
         """
         return self._run(flows.release(self._core, lease))
 
+    def release_later(self, lease: Lease) -> None:
+        """Gives the lease back in the background: for code that must not wait. Never raises; `close` waits for it."""
+        lease._end(LeaseState.RELEASED)  # noqa: SLF001 - it is over for us from now on
+        self._in_background(flows.release_again(self._core, lease))
+
     def get(self, lock_name: str) -> LockInfo:
         """The lock as the server sees it. For people and monitoring: it may have changed before you read it."""
         return self._run(flows.get(self._core, lock_name))
@@ -240,13 +245,15 @@ class LockClient:
         """Releases; says whether the lease had been lost before, while its work went on."""
         if lease.state is LeaseState.RELEASED:
             return None
-        loss = None if lease.valid else lease.loss()
+        if not lease.valid:
+            loss = lease.loss()
+            self.release_later(lease)  # who has lost it has to know now
+            return loss
         try:
-            ended = self.release(lease)
+            return None if self.release(lease) else flows.found_lost(lease)
         except LockServerError as error:
             _log.warning("release_failed", lock=lease.lock_name, error=error)
-            return loss
-        return loss or (None if ended else flows.found_lost(lease))
+            return None  # by our own clock it was ours until now
 
     def _run(self, flow: flows.Flow[T]) -> T:
         """Does what the flow asks for, until it is done. Whatever happens meanwhile is thrown into it."""
