@@ -18,7 +18,6 @@ from pgleaderlock.server.store import (
     NotRenewed,
     Operation,
     Outcome,
-    Release,
     Released,
     Renew,
     Renewed,
@@ -52,13 +51,13 @@ def new_lease_id() -> str:
 
 
 def encoded(operation: Operation) -> str:
-    match operation:
-        case Acquire(lock_name, owner_id, ttl_ms, key):
-            sent = _Sent("acquire", lock_name, owner_id, new_lease_id(), ms=ttl_ms, key=key)
-        case Renew(lock_name, owner_id, lease_id, token, extend_by_ms):
-            sent = _Sent("renew", lock_name, owner_id, lease_id, token, extend_by_ms)
-        case Release(lock_name, owner_id, lease_id, token):
-            sent = _Sent("release", lock_name, owner_id, lease_id, token)
+    op = operation
+    if isinstance(op, Acquire):
+        sent = _Sent("acquire", op.lock_name, op.owner_id, new_lease_id(), ms=op.ttl_ms, key=op.idempotency_key)
+    elif isinstance(op, Renew):
+        sent = _Sent("renew", op.lock_name, op.owner_id, op.lease_id, op.fencing_token, op.extend_by_ms)
+    else:
+        sent = _Sent("release", op.lock_name, op.owner_id, op.lease_id, op.fencing_token)
     return _encode(sent).decode()
 
 
