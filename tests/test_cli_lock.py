@@ -173,7 +173,7 @@ def test_a_command_starts_when_its_turn_comes(env: dict[str, str], client: LockC
 def test_a_lease_is_renewed_while_the_command_runs_longer_than_it(
     env: dict[str, str], client: LockClient, name: str
 ) -> None:
-    with running("lock", "exec", name, "--ttl", "1s", "--", "sh", "-c", "echo on; exec sleep 600", env=env) as program:
+    with running("lock", "exec", name, "--ttl", "2s", "--", "sh", "-c", "echo on; exec sleep 600", env=env) as program:
         program.until("on", "out")
         token = client.get(name).fencing_token
         version = client.get(name).version
