@@ -439,6 +439,17 @@ def test_migrate_says_what_it_did(empty: str) -> None:
         assert (again.code, again.out) == (0, f"nothing to do: the ledger has version {LEDGER_VERSION} or newer\n")
 
 
+def test_a_lock_servers_role_is_given_its_rights_by_the_command(empty: str) -> None:
+    with plain_role(empty) as dsn:
+        done = command("migrate", "--dsn", empty, "--grant-lock-server-to", user(dsn))
+        assert (done.code, done.err) == (0, "")
+        assert done.out.endswith(f"granted a lock server's rights to {user(dsn)}\n")
+        with psycopg.connect(dsn) as conn:
+            conn.execute("SELECT * FROM pgleaderlock.lock_apply('server', '[]', 1)")
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute("SELECT * FROM pgleaderlock.bump(1, '{}', '{}', '{}', 0, 'c')")
+
+
 def test_print_needs_no_database_and_makes_the_same_ledger(empty: str) -> None:
     with plain_role(empty) as dsn:
         done = command("migrate", "--print", "--grant-to", user(dsn), env={"PG_DSN": "host=127.0.0.1 port=1"})

@@ -19,8 +19,10 @@ __all__ = ["migrate"]
 @optional_dsn_option
 @click.option("--print", "only_print", is_flag=True, help="Print the SQL instead; needs no database.")
 @click.option("--grant-to", metavar="ROLE", help="Give this database role what it needs at run time, and no more.")
-def migrate(dsn: str | None, only_print: bool, grant_to: str | None) -> int:
-    """Create or upgrade the ledger: the tables and functions of epochs, gates and fences, in the schema pgleaderlock.
+@click.option("--grant-lock-server-to", metavar="ROLE", help="The same for the role of a lock server.")
+def migrate(dsn: str | None, only_print: bool, grant_to: str | None, grant_lock_server_to: str | None) -> int:
+    """Create or upgrade the ledger: the tables and functions of epochs, gates, fences and the lock server, in the schema
+    pgleaderlock.
 
     Any number of nodes may run this at once, and again at any time. Run it as the database's owner or another role
     that may create a schema; the nodes themselves should use a plain role (--grant-to).
@@ -29,9 +31,11 @@ def migrate(dsn: str | None, only_print: bool, grant_to: str | None) -> int:
     """
     try:
         if only_print:
-            click.echo(ledger.sql(grant_to=grant_to), nl=False)
+            click.echo(ledger.sql(grant_to=grant_to, grant_lock_server_to=grant_lock_server_to), nl=False)
             return EXIT_OK
-        applied = asyncio.run(ledger.migrate(resolve_dsn(dsn), grant_to=grant_to))
+        applied = asyncio.run(
+            ledger.migrate(resolve_dsn(dsn), grant_to=grant_to, grant_lock_server_to=grant_lock_server_to)
+        )
     except ConfigurationError as error:
         raise click.UsageError(str(error)) from error
     except ConnectionError as error:
@@ -42,4 +46,6 @@ def migrate(dsn: str | None, only_print: bool, grant_to: str | None) -> int:
         click.echo(f"nothing to do: the ledger has version {ledger.LEDGER_VERSION} or newer")
     if grant_to is not None:
         click.echo(f"granted run-time rights to {grant_to}")
+    if grant_lock_server_to is not None:
+        click.echo(f"granted a lock server's rights to {grant_lock_server_to}")
     return EXIT_OK
