@@ -21,8 +21,9 @@ __all__ = ["migrate"]
 @click.option("--grant-to", metavar="ROLE", help="Give this database role what it needs at run time, and no more.")
 @click.option("--grant-lock-server-to", metavar="ROLE", help="The same for the role of a lock server.")
 def migrate(dsn: str | None, only_print: bool, grant_to: str | None, grant_lock_server_to: str | None) -> int:
-    """Create or upgrade the ledger: the tables and functions of epochs, gates, fences and the lock server, in the schema
-    pgleaderlock.
+    """Create or upgrade the ledger: the tables and functions of epochs, gates, fences and the lock server.
+
+    They live in the schema pgleaderlock.
 
     Any number of nodes may run this at once, and again at any time. Run it as the database's owner or another role
     that may create a schema; the nodes themselves should use a plain role (--grant-to).

@@ -1,8 +1,10 @@
 """The rules of the lock store on SQLite: what becomes of each operation, inside a transaction that somebody else opens.
 
 Imports apsw, the store's protocol and its neighbours `_sqlite_file` and `_sqlite_waiting`. Must never begin or end a
-transaction, never read a clock (the moment of the transaction is given) and never answer anybody by itself: answers are
-collected, and given when they are durable.
+transaction, never read a clock (the moment of the transaction is given), never answer anybody by itself (answers are collected, and
+given when they are durable) and never leave a statement half read: `get` reads to the end, `fetchone` does not. A read
+that is still open when the transaction ends keeps the log from starting again, and keeps this connection from writing
+for ever once another program has written.
 """
 
 import os
@@ -111,7 +113,11 @@ class Locks:
             if ticket is None:
                 self._serve(name)
             elif self.room.remove(ticket):
-                self.answers.append((ticket.future, self._refusal(name)))
+                try:
+                    self.answers.append((ticket.future, self._refusal(name)))
+                except Exception as error:
+                    self.answers.append((ticket.future, error))  # it is in no line any more: this is how it is told
+                    raise
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """One request: all of it, or none, with an exception. Alone, an operation is one statement that writes."""
@@ -144,7 +150,7 @@ class Locks:
 
     def _acquire(self, acquire: Acquire) -> Granted | Held | StoreFull:
         name = acquire.lock_name
-        row = self._execute(FIND, (name,)).fetchone()
+        row = self._execute(FIND, (name,)).get
         if row is not None and row[0] is not None and self._run.deadline_ns(row) > self._now_ns:
             return self._replay(acquire, row) or self._held(name, row)
         line = self.room.lines.get(name) if self.room.lines else None
@@ -160,7 +166,7 @@ class Locks:
         if row is None:
             if self.rows >= self._locks_max:
                 return StoreFull(self._locks_max)
-            last_token, version = self._execute(FIND_TOKEN, (name,)).fetchone() or (0, 0)
+            last_token, version = self._execute(FIND_TOKEN, (name,)).get or (0, 0)
             write = INSERT
         else:
             last_token, version = row[2], row[7]
@@ -223,8 +229,8 @@ class Locks:
         return RELEASED
 
     def break_lock(self, lock_name: str, by: str) -> Broken:
-        row = self._execute(FIND, (lock_name,)).fetchone()
-        token = None if row is not None else self._execute(FIND_TOKEN, (lock_name,)).fetchone()
+        row = self._execute(FIND, (lock_name,)).get
+        token = None if row is not None else self._execute(FIND_TOKEN, (lock_name,)).get
         was = view(self._run, lock_name, row, token, self._now_ns)
         was_held = was.owner_id, was.lease_id, was.fencing_token
         self._execute(RECORD_BREAK, (self._wall_ns, lock_name, by, *was_held))
@@ -242,7 +248,9 @@ class Locks:
         """Grants at once what is free, or puts the ticket in line."""
         acquire = ticket.acquire
         name = acquire.lock_name
-        row = self._execute(FIND, (name,)).fetchone()
+        if name in self.room.lines:  # after a transaction that failed the lock may be free, and theirs
+            self._serve(name)
+        row = self._execute(FIND, (name,)).get
         if row is not None and row[0] is not None and (ends_ns := self._run.deadline_ns(row)) > self._now_ns:
             replay = self._replay(acquire, row)
             if replay is not None:
@@ -279,7 +287,7 @@ class Locks:
     def _serve(self, name: str) -> None:
         """Gives a lock to the first in its line, if it is free, and has it looked at when that lease ends."""
         while (line := self.room.lines.get(name)) is not None:
-            row = self._execute(FIND, (name,)).fetchone()
+            row = self._execute(FIND, (name,)).get
             if row is not None and row[0] is not None and (ends_ns := self._run.deadline_ns(row)) > self._now_ns:
                 self.room.look_at(name, ends_ns)
                 return
@@ -288,14 +296,15 @@ class Locks:
             try:
                 outcome = self._grant(ticket.acquire, row, (self._now_ns - ticket.start_ns) // MS)
             except Exception as error:
-                if not self._connection.in_transaction:
-                    raise  # it has taken the whole transaction with it
-                self.answers.append((ticket.future, error))
+                self.answers.append((ticket.future, error))  # it is in no line any more: this is how it is told
+                if isinstance(error, apsw.Error) or not self._connection.in_transaction:
+                    raise  # not the fault of this ticket: the whole transaction fails
                 continue
             self._answer(ticket, outcome)
-            for twin in line.twins(ticket):
-                self.room.remove(twin)
-                self._answer_twin(ticket, twin)
+            if ticket.share is not None:  # else each is told by itself that the store is full
+                for twin in line.twins(ticket):
+                    self.room.remove(twin)
+                    self._answer_twin(ticket.share, twin)
 
     def _answer(self, ticket: Ticket, outcome: Granted | StoreFull) -> None:
         if isinstance(outcome, Granted):
@@ -304,10 +313,7 @@ class Locks:
                 self.fresh[outcome.lease_id] = ticket.share
         self.answers.append((ticket.future, outcome))
 
-    def _answer_twin(self, ticket: Ticket, twin: Ticket) -> None:
-        share = ticket.share
-        if share is None:
-            return
+    def _answer_twin(self, share: Share, twin: Ticket) -> None:
         share.receivers += 1
         share.tickets += 1
         twin.share = share
@@ -334,7 +340,7 @@ class Locks:
                 self.answers.append((ticket.future, refusal))
 
     def _refusal(self, name: str) -> Held:
-        row = self._execute(FIND, (name,)).fetchone()
+        row = self._execute(FIND, (name,)).get
         if row is None or row[0] is None:
             return Held(name, "", self._wall_ns // MS, 0)
         return self._held(name, row)

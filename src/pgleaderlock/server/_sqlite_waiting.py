@@ -124,6 +124,7 @@ class WaitingRoom:
         if line is not None and (line.look_ns is None or due_ns < line.look_ns):
             line.look_ns = due_ns
             heapq.heappush(self._agenda, (due_ns, LEASE_ENDS, next(self._number), lock_name, None))
+            self._tidy()  # a lease that is renewed for less each time has a new entry each time
 
     def look_at_all(self, due_ns: int) -> None:
         """After a transaction that failed nobody knows any more what the agenda was made from."""
