@@ -249,6 +249,28 @@ def test_a_server_cannot_make_the_client_keep_more_than_its_bounds(data: bytes) 
 
 
 @pytest.mark.parametrize(
+    "headers",
+    [
+        b"Content-Length: 2\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+        b"Transfer-Encoding: gzip, chunked",
+        b"Content-Length: 2\r\nContent-Length: 3",
+        b"Content-Length: 2, 2",
+        b"Content-Length: +2",
+        b"Content-Length: 0x2",
+        b"Content-Length:",
+        b"X: a\r\n folded",
+        b"X: a\nContent-Length: 2",
+        b"X : a",
+    ],
+    ids=repr,
+)
+def test_a_head_that_can_be_read_in_two_ways_is_refused(headers: bytes) -> None:
+    with pytest.raises(BadReply):
+        read(b"HTTP/1.1 200 OK\r\n" + headers + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
     ("data", "stays"),
     [
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", True),
