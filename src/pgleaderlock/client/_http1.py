@@ -19,8 +19,12 @@ HEAD_BYTES_MAX = 16 * 1024
 CHUNK_LINE_BYTES_MAX = 256
 INTERIM_MAX = 8
 
-_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [\t\x20-\x7e\x80-\xff]*)?")
-_HEADER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[ \t]*([\t\x20-\x7e\x80-\xff]*)")
+_VALUE = rb"[\t\x20-\x7e\x80-\xff]*"
+_LINE = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:" + _VALUE
+_HEADER = re.compile(_LINE)
+# The whole head is checked in one go, and only those lines are looked at that mean something here.
+_HEAD = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: " + _VALUE + rb")?(?:\r\n" + _LINE + rb")*")
+_MEANT = re.compile(rb"\r\n(content-length|transfer-encoding|connection|retry-after):(" + _VALUE + rb")", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?")
 
@@ -122,17 +126,14 @@ class HttpConnection:
             raise BadReply(f"the head is longer than {HEAD_BYTES_MAX} bytes")
         if end < 0:
             return None
-        lines = bytes(self._buffer[:end]).split(b"\r\n")
+        text = bytes(self._buffer[:end])
         del self._buffer[: end + 4]
-        started = _STATUS_LINE.fullmatch(lines[0])
-        if started is None:
-            raise BadReply("it does not begin with a status line")
-        head = _Head(int(started[2]), started[1] == b"1", None, False, None)
-        for line in lines[1:]:
-            found = _HEADER.fullmatch(line)
-            if found is None:
-                raise BadReply("a header line cannot be read")
-            _take_header(head, found[1].lower(), found[2].rstrip(b" \t"))
+        found = _HEAD.fullmatch(text)
+        if found is None:
+            raise BadReply("its status line or a header line cannot be read")
+        head = _Head(int(found[2]), found[1] == b"1", None, False, None)
+        for name, value in _MEANT.findall(text):
+            _take_header(head, name.lower(), value.strip(b" \t"))
         if head.chunked and head.length is not None:
             raise BadReply("it has two lengths: chunked, and Content-Length")
         if head.status in (204, 304):

@@ -50,6 +50,7 @@ TTL_MS_MAX = 600_000
 _SHOWN_CHARS_MAX = 300
 _RETRY_AFTER_S_MAX = 3600.0
 
+_decode = json.JSONDecoder().decode
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
@@ -185,7 +186,7 @@ def batch_request(operations: Sequence[dict[str, Any]]) -> Request:
 
 def _json_object(reply: Reply) -> dict[str, Any]:
     try:
-        value = json.loads(reply.body)
+        value = _decode(reply.body.decode())
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
