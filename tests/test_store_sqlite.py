@@ -586,6 +586,86 @@ async def test_those_whose_turn_came_while_the_disk_was_full_are_looked_at_again
             assert isinstance(await tasks[1], Granted)
 
 
+async def test_nobody_overtakes_those_whose_turn_came_while_the_disk_was_full(
+    opened: OpenStore, disk: Disk, clock: FakeClock
+) -> None:
+    async with opened(vfs=disk.name) as store:
+        await acquired(store, "job", ttl_ms=10_000)
+        tasks = []
+        for number in range(2):
+            tasks.append(asyncio.create_task(store.wait(Acquire("job", f"waiter-{number}", 30_000), 600_000)))
+            await until_waiting(store, "job", number + 1)
+        disk.full = True
+        clock.advance(10)
+        with pytest.raises(StoreError):
+            await tasks[0]
+        disk.full = False
+        newcomer = asyncio.create_task(store.wait(Acquire("job", "newcomer", 30_000), 600_000))
+        async with asyncio.timeout(PATIENCE_S):
+            assert isinstance(await tasks[1], Granted)
+        await until_waiting(store, "job", 1)
+        newcomer.cancel()
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["transaction goes on", "transaction ended"])
+@pytest.mark.parametrize("what", ["GRANT", "FIND"])
+async def test_one_in_line_is_told_of_an_error_that_comes_with_its_turn_or_its_end(
+    opened: OpenStore, clock: FakeClock, what: str, ended: bool
+) -> None:
+    async with opened() as store:
+        await acquired(store, "job", ttl_ms=10_000)
+        task = asyncio.create_task(store.wait(Acquire("job", "bob", 30_000), 5_000 if what == "FIND" else 600_000))
+        await until_waiting(store, "job", 1)
+        locks, statement = store._locks, getattr(_sqlite_locks, what)
+        works = locks._execute
+
+        def fails(text: str, *values: Any) -> Any:
+            if text != statement:
+                return works(text, *values)
+            if ended:  # as SQLite does by itself after some errors
+                locks._connection.execute("ROLLBACK")
+            raise apsw.IOError("disk I/O error")
+
+        locks._execute = fails  # type: ignore[assignment]
+        clock.advance(5 if what == "FIND" else 10)
+        with pytest.raises(StoreError, match="disk gave an error"):
+            async with asyncio.timeout(PATIENCE_S):
+                await task
+        locks._execute = works
+        assert (await store.get("job")).waiters == 0
+
+
+async def test_two_who_wait_with_one_key_are_both_told_that_the_store_is_full(
+    opened: OpenStore, path: Path, clock: FakeClock
+) -> None:
+    async with opened(locks_max=1) as store:
+        await acquired(store, "job", ttl_ms=10_000)
+        tasks = []
+        for number in range(2):
+            tasks.append(asyncio.create_task(store.wait(Acquire("job", "bob", 30_000, "key"), 600_000)))
+            await until_waiting(store, "job", number + 1)
+        write(path, "DELETE FROM locks")  # somebody, by hand: the store still counts it
+        clock.advance(10)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await asyncio.gather(*tasks) == [StoreFull(1), StoreFull(1)]
+
+
+@pytest.mark.parametrize("fault", ["full", "sync_fails"])
+async def test_a_disk_that_fails_at_the_close_keeps_nobody_waiting_and_loses_nothing(
+    opened: OpenStore, disk: Disk, fault: str
+) -> None:
+    async with opened(vfs=disk.name) as store:
+        await acquired(store, "job")
+        task = asyncio.create_task(store.wait(Acquire("job", "bob", 30_000), 600_000))
+        await until_waiting(store, "job", 1)
+        setattr(disk, fault, True)
+        async with asyncio.timeout(PATIENCE_S):
+            await store.close()
+            assert isinstance(await task, Held)
+    async with opened() as store:
+        await held(store, "job")
+
+
 async def test_a_ticket_of_a_group_that_failed_is_told_and_stands_in_nobodys_way(opened: OpenStore, disk: Disk) -> None:
     async with opened(vfs=disk.name) as store:
         await acquired(store, "job")
@@ -665,6 +745,16 @@ async def test_a_file_that_another_program_locks_is_busy(
         await acquired(store, "job")
 
 
+async def test_a_file_that_another_program_wrote_to_after_a_refusal_is_written_to_again(
+    opened: OpenStore, path: Path
+) -> None:
+    async with opened() as store:
+        await acquired(store, "job")
+        await held(store, "job")  # a mere read: it must be over with its transaction
+        write(path, "UPDATE meta SET value = value + 1 WHERE name = 'checks'")
+        await acquired(store, "other")
+
+
 # --- Bounds, and who waits for whom
 
 
@@ -713,6 +803,16 @@ async def test_tickets_that_have_gone_do_not_fill_the_agenda(opened: OpenStore) 
             await asyncio.gather(*tasks, return_exceptions=True)
         await until_waiting(store, "job", 0)
         assert len(store._locks.room._agenda) < 1_500
+
+
+async def test_a_lease_that_is_renewed_for_less_each_time_does_not_fill_the_agenda(opened: OpenStore) -> None:
+    async with opened() as store:
+        lease = await acquired(store, "job", ttl_ms=600_000)
+        task = asyncio.create_task(store.wait(Acquire("job", "bob", 1_000), 600_000))
+        await until_waiting(store, "job", 1)
+        await store.apply([renew_of(lease, 600_000 - number) for number in range(5_000)])
+        assert len(store._locks.room._agenda) < 1_500
+        task.cancel()
 
 
 async def test_a_lease_that_was_given_twice_stays_when_one_of_both_goes(opened: OpenStore) -> None:
@@ -789,3 +889,18 @@ async def test_the_log_does_not_grow_beyond_its_bound_while_many_write(
         pages = Path(f"{path}-wal").stat().st_size // _sqlite_file.PAGE_BYTES
         assert pages < 50 * 10
     assert read(path, "SELECT count(*) FROM locks") == 5_000
+
+
+async def test_refusals_do_not_keep_the_log_from_starting_again(
+    opened: OpenStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 50)
+    async with opened() as store:
+        await acquired(store, "job")
+        for turn in range(400):  # each transaction ends with a refusal
+            await asyncio.gather(
+                store.apply([Acquire(f"job-{turn}-{number}", "alice", 30_000) for number in range(10)]),
+                store.apply([Acquire("job", "bob", 30_000)]),
+            )
+        pages = Path(f"{path}-wal").stat().st_size // _sqlite_file.PAGE_BYTES
+        assert pages < 50 * 10

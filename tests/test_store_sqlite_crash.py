@@ -13,7 +13,7 @@ import apsw
 import pytest
 
 from pgleaderlock.server import _sqlite_file
-from pgleaderlock.server.store import Acquire, Granted
+from pgleaderlock.server.store import Acquire, Granted, Released, StoreError
 from pgleaderlock.server.store_sqlite import SqliteStore
 from support.counts import count
 from support.stores import acquired, release_of
@@ -135,3 +135,25 @@ async def test_the_power_cut_does_reuse_tokens_when_commits_are_not_synced(
 ) -> None:
     monkeypatch.setattr(_sqlite_file, "SYNCHRONOUS", 1)  # NORMAL: what the store refuses to run with
     assert await reused_after_power_cuts(tmp_path, 40) > 0
+
+
+async def test_a_power_cut_after_a_sync_that_failed_behind_a_release_reuses_no_token(tmp_path: Path) -> None:
+    disk = Disk()
+    try:
+        store = SqliteStore(tmp_path / "locks.db", vfs=disk.name)
+        await store.open()
+        assert await store.apply([release_of(await acquired(store, "released"))]) == [
+            Released()
+        ]  # in the log, unsynced
+        disk.sync_fails = True
+        with pytest.raises(StoreError):
+            await store.apply([Acquire("job", "alice", 30_000)])
+        disk.sync_fails = False
+        leases = [await acquired(store, name) for name in ("job", "another")]
+        at = len(disk.record)
+        await store.close()
+        disk.after_power_cut(at, tmp_path / "cut", random.Random(5))
+    finally:
+        disk.unregister()
+    kept = stored(tmp_path / "cut" / "locks.db")
+    assert [kept.get(lease.lock_name) for lease in leases] == [(1, lease.lease_id) for lease in leases]

@@ -1,7 +1,8 @@
 """A disk under SQLite that writes down what is written and synced, can be full or broken, and can be cut from power.
 
-After a power cut a disk holds all that was synced and, of what was written since, any part. `Disk.after_power_cut`
-makes such a disk from the record. Imports apsw and the standard library.
+After a power cut a disk holds all that was synced and, of what was written since, any part. What a sync that failed was
+to bring to the disk is lost for good, as on Linux: the system takes it for written, and no later sync brings it there.
+`Disk.after_power_cut` makes such a disk from the record. Imports apsw and the standard library.
 """
 
 import itertools
@@ -42,8 +43,11 @@ class Disk(apsw.VFS):
         """Makes in `folder` the files as a power cut after so many entries of the record may have left them."""
         folder.mkdir()
         synced = {name: index for index, (kind, name, _, _) in enumerate(self.record[:at]) if kind == "sync"}
+        lost = self._lost(at)
         files: dict[str, bytearray] = {}
         for index, (kind, name, offset, data) in enumerate(self.record[:at]):
+            if index in lost:
+                continue
             if kind in {"write", "truncate"} and index > synced.get(name, -1) and chance.random() < 0.5:
                 continue
             if kind == "write":
@@ -56,6 +60,19 @@ class Disk(apsw.VFS):
                 files.pop(name, None)
         for name, content in files.items():
             (folder / name).write_bytes(content)
+
+    def _lost(self, at: int) -> set[int]:
+        """Which entries are what a sync that failed has lost."""
+        lost: set[int] = set()
+        unsynced: dict[str, list[int]] = {}
+        for index, (kind, name, _, _) in enumerate(self.record[:at]):
+            if kind in {"write", "truncate"}:
+                unsynced.setdefault(name, []).append(index)
+            elif kind == "sync":
+                unsynced.pop(name, None)
+            elif kind == "sync failed":
+                lost.update(unsynced.pop(name, []))
+        return lost
 
 
 class _File(apsw.VFSFile):
@@ -76,6 +93,7 @@ class _File(apsw.VFSFile):
 
     def xSync(self, flags: int) -> None:  # noqa: N802
         if self._disk.sync_fails:
+            self._disk.record.append(("sync failed", self._name, 0, b""))
             raise apsw.IOError("this disk does not sync")
         # Before the call: what another thread writes meanwhile may have come too late for this sync.
         self._disk.record.append(("sync", self._name, 0, b""))

@@ -1,10 +1,10 @@
 """The rules of the lock store on SQLite: what becomes of each operation, inside a transaction that somebody else opens.
 
 Imports apsw, the store's protocol and its neighbours `_sqlite_file` and `_sqlite_waiting`. Must never begin or end a
-transaction, never read a clock (the moment of the transaction is given), never answer anybody by itself (answers are collected, and
-given when they are durable) and never leave a statement half read: `get` reads to the end, `fetchone` does not. A read
-that is still open when the transaction ends keeps the log from starting again, and keeps this connection from writing
-for ever once another program has written.
+transaction, never read a clock (the moment of the transaction is given), never answer anybody by itself (answers are
+collected, and given when they are durable) and never leave a statement half read: `get` reads to the end, `fetchone`
+does not. A read that is still open when the transaction ends keeps the log from starting again and, once another
+program has written, this connection from writing ever again.
 """
 
 import os

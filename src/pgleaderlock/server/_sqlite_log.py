@@ -49,6 +49,10 @@ class Log:
             _copy(self._writer)
             self._pages = 0
 
+    def start_again(self) -> None:
+        """All of the log into the file, now, in the writer's thread and outside a transaction; raises if it cannot."""
+        self._writer.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
+
     def close(self) -> None:
         """Ends the thread and its connection; the writer's own is the last, and copies what is left."""
         self._asked.put(False)
@@ -58,7 +62,8 @@ class Log:
         while self._asked.get():
             _copy(self._copier)
             self._idle.set()
-        self._copier.close(True)
+        with contextlib.suppress(apsw.Error):
+            self._copier.close(True)
 
 
 def _copy(connection: apsw.Connection) -> None:

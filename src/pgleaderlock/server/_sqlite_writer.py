@@ -4,6 +4,8 @@ answers when that is on the disk (group commit).
 A group of mere releases does not wait for the disk. They are in the log, so they survive the process; if a power cut
 takes them back, the locks are held again until their leases end, which delays somebody and harms nobody. The next grant
 takes them to the disk with it. A grant or a renewal that was taken back would be a lease that two believe in.
+After a sync that failed, the system may hold for written what it has lost: releases, and with this gap in the log all
+that comes behind it. So the log is brought into the file first, which is synced by itself, and then starts again.
 
 Imports apsw, the clock and its neighbours. Must never answer before the commit has returned, and never decide about a
 lock: the rules are in `_sqlite_locks`.
@@ -102,6 +104,7 @@ class Writer:
         self.queued = self._items.qsize
         self._owed: list[Cancel] = []
         self._syncing = True
+        self._log_doubtful = False
         self._thread = threading.Thread(target=self._work, name="pgleaderlock lock writer", daemon=True)
 
     def start(self) -> None:
@@ -122,7 +125,8 @@ class Writer:
             answers = self._transact(group, closing=stop is not None)
             if stop is not None:
                 self._log.close()
-                self._connection.close(True)
+                with contextlib.suppress(apsw.Error):  # what could not be copied into the file stays in its log
+                    self._connection.close(True)
                 answers.append((stop.future, None))
             with contextlib.suppress(RuntimeError):  # the application's loop is gone, and nobody waits
                 self._loop.call_soon_threadsafe(self._settle, answers, self._locks.room.next_due_ns)
@@ -155,6 +159,9 @@ class Writer:
         locks.answers = []
         cancels = self._owed + [item for item in group if type(item) is Cancel]
         try:
+            if self._log_doubtful:
+                self._log.start_again()
+                self._log_doubtful = False
             syncing = closing or not self._only_frees(group)
             if syncing != self._syncing:
                 sync_commits(self._connection, syncing)
@@ -172,6 +179,7 @@ class Writer:
             self._connection.execute("COMMIT")
         except Exception as error:  # whatever it is: nothing of this group is durable
             self._roll_back()
+            self._log_doubtful = self._log_doubtful or isinstance(error, apsw.IOError)
             locks.rows, locks.held = before
             self._owed = cancels[-CANCELS_OWED_MAX:]
             told = explained(error, self._path)
