@@ -314,6 +314,42 @@ async def test_a_lock_that_is_long_free_is_pruned_and_its_token_and_version_stay
         assert [lock.lock_name for lock in (await store.list_locks("", None, 10)).locks] == ["held", "job"]
 
 
+async def test_a_lock_that_is_pruned_again_and_again_resets_neither_token_nor_version(
+    opened: OpenStore, path: Path, clock: FakeClock
+) -> None:
+    tokens, versions = [], []
+    async with opened(free_kept_s=3600) as store:
+        for _ in range(3):
+            lease = await acquired(store, "job")
+            await store.apply([release_of(lease)])
+            tokens.append(lease.fencing_token)
+            versions.append((await store.get("job")).version)
+            clock.advance(3600)
+            await store.sweep()
+            assert read(path, "SELECT count(*) FROM locks") == 0
+    assert tokens == [1, 2, 3]
+    assert versions == sorted(set(versions))
+
+
+async def test_the_sweep_leaves_alone_what_has_changed_since_it_looked(
+    opened: OpenStore, path: Path, clock: FakeClock
+) -> None:
+    async with opened(free_kept_s=3600) as store:
+        await acquired(store, "held", ttl_ms=10_000)
+        await store.apply([release_of(await acquired(store, "free"))])
+        assert await store._tidy(["held", "free"]) == 0
+        assert (await store.get("held")).held
+        assert read(path, "SELECT count(*) FROM locks") == 2
+    clock.advance(5000)  # on the clock of the run before, all of it would be over
+    async with opened(free_kept_s=3600) as store:
+        assert await store._tidy(["held", "free"]) == 0
+        assert (await store.get("held")).held
+        assert read(path, "SELECT count(*) FROM locks") == 2
+        clock.advance(10)
+        assert await store._tidy(["held", "free"]) == 1
+        assert not (await store.get("held")).held
+
+
 async def test_a_pruned_lock_makes_room(opened: OpenStore, clock: FakeClock) -> None:
     async with opened(free_kept_s=3600, locks_max=1) as store:
         await store.apply([release_of(await acquired(store, "one"))])

@@ -134,7 +134,7 @@ class LockView(msgspec.Struct, frozen=True, gc=False):
     """The highest that was ever granted for this lock."""
     lease_expiry_ms: int | None
     version: int
-    """Changes with every change of the lock, and never goes back."""
+    """Changes with every change of the lock, and never goes back, except with a release that a power cut takes back."""
     waiters: int = 0
 
 
