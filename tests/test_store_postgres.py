@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import random
 import signal
@@ -20,10 +21,12 @@ from pgleaderlock._sql import statement
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.migrate import migrate, sql
+from pgleaderlock.server._postgres_queue import Waiter
 from pgleaderlock.server.store import (
     Acquire,
     Granted,
     Held,
+    NotRenewed,
     Operation,
     Outcome,
     Release,
@@ -314,6 +317,29 @@ async def test_a_backend_that_is_killed_in_mid_acquire_is_an_error_and_the_store
     assert (lease.fencing_token, lease.replayed) == (2, False)
 
 
+async def test_a_renewal_that_waited_until_the_lease_had_ended_renews_nothing(own: str, open_store: OpenStore) -> None:
+    store = await open_store(own)
+    lease = await acquired(store, "job", ttl_ms=500)
+    # Whoever holds the row changes nothing, so PostgreSQL itself has no reason to look at the lease again.
+    async with row_held(own, "job"):
+        asked = asyncio.create_task(store.apply([renew_of(lease, 600_000)]))
+        await until_row(own, _BLOCKED)
+        await until_row(own, "SELECT 1 FROM pgleaderlock.lock_leases WHERE lease_expiry < clock_timestamp()")
+    assert await asked == [NotRenewed()]
+
+
+async def test_callers_that_go_before_they_are_served_cost_no_session(own: str, open_store: OpenStore) -> None:
+    store = await open_store(own, pool_size=1)
+    for _ in range(2 * sys.getrecursionlimit()):
+        asked = asyncio.create_task(store.apply([Acquire("job", "alice", 30_000)]))
+        await asyncio.sleep(0)  # it is handed over,
+        asked.cancel()  # and taken back before anybody has looked
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_S):
+        await acquired(store, "other")
+
+
 async def test_an_acquire_whose_reply_is_dropped_and_that_is_repeated_with_its_key_is_one_grant(
     own: str, open_store: OpenStore, proxy_to: Callable[[str], Awaitable[Proxy]]
 ) -> None:
@@ -386,7 +412,7 @@ async def test_a_cancelled_waiter_does_not_end_the_lease_that_its_repeated_reque
         await waiter
     await until_waiting(near, "job", 0)
     assert (await near.get("job")).lease_id == lease.lease_id
-    assert not isinstance((await near.apply([renew_of(lease)]))[0], Held)
+    assert isinstance((await near.apply([renew_of(lease)]))[0], Renewed)
     assert (await near.get("job")).held
 
 
@@ -522,6 +548,28 @@ async def test_a_server_that_is_away_is_an_error_at_once_and_no_secret_is_told(
     assert (await store.get("job")).lease_id == lease.lease_id, "what was granted stays granted"
 
 
+@pytest.mark.parametrize("fault", ["server away", "table away"])
+async def test_of_those_who_wait_in_vain_nothing_is_kept(
+    throwaway_postgres: StartServer, open_store: OpenStore, fault: str
+) -> None:
+    server = throwaway_postgres()
+    store = await open_store(server.dsn)
+    if fault == "server away":
+        await asyncio.to_thread(server.stop, "immediate")
+    else:
+        await rows(server.dsn, "ALTER TABLE pgleaderlock.lock_leases RENAME TO elsewhere")
+
+    async def in_vain(name: str) -> None:
+        with pytest.raises(StoreError):
+            await store.wait(Acquire(name, "alice", 30_000), 600_000)
+
+    for begin in range(0, 200, 50):
+        await asyncio.gather(*(in_vain(f"job-{begin + number}") for number in range(50)))
+    gc.collect()
+    # What was on its way when the server went may have been executed. The others were not even sent, or were refused.
+    assert sum(isinstance(found, Waiter) for found in gc.get_objects()) <= 50
+
+
 @pytest.fixture
 async def careless(throwaway_postgres: StartServer) -> EmbeddedPostgres:
     """A server whose DBA prefers speed: what is committed is on disk at some later time."""
@@ -557,6 +605,22 @@ async def test_no_token_is_issued_again_after_a_crash_though_commits_are_asynchr
     assert tokens == sorted(set(tokens))
 
 
+async def test_no_token_is_issued_again_though_commits_become_asynchronous_under_an_open_store(
+    throwaway_postgres: StartServer, open_store: OpenStore
+) -> None:
+    server = throwaway_postgres(wal_writer_delay="10s")
+    store = await open_store(server.dsn, pool_size=1)
+    await rows(server.dsn, "ALTER SYSTEM SET synchronous_commit = off")
+    await rows(server.dsn, "SELECT pg_reload_conf()")
+    await until_row(server.dsn, "SELECT 1 WHERE current_setting('synchronous_commit') = 'off'")
+    await rows(server.dsn, "CHECKPOINT")
+    # The session of the store has read the files again by its second statement.
+    tokens = [(await until_acquired(store, Acquire("job", "alice", 1))).fencing_token for _ in range(3)]
+    await asyncio.to_thread(server.restart, "immediate")
+    tokens += [(await until_acquired(store, Acquire("job", "alice", 1))).fencing_token]
+    assert tokens == [1, 2, 3, 4]
+
+
 async def test_without_a_durable_commit_the_same_crashes_do_issue_a_token_again(
     careless: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -579,10 +643,7 @@ async def test_a_standby_grants_nothing_and_once_promoted_no_token_that_was_issu
         await until_row(standby.dsn, "SELECT 1 FROM pgleaderlock.lock_tokens WHERE lock_name = 'job'")
         with pytest.raises(StoreError, match="standby"):
             await PostgresStore(standby.dsn).open()
-        # What follows on the old primary is lost with it.
-        await rows(standby.dsn, "ALTER SYSTEM SET primary_conninfo = ''")
-        await rows(standby.dsn, "SELECT pg_reload_conf()")
-        await until_row(primary.dsn, "SELECT 1 WHERE NOT EXISTS (SELECT FROM pg_stat_replication)")
+        await _cut_off(primary, standby)
         lost = [await until_acquired(old, Acquire(name, "alice", 1)) for name in ("job", "job", "unknown to it")]
         await asyncio.to_thread(standby.promote)
         new = PostgresStore(standby.dsn)
@@ -593,6 +654,37 @@ async def test_a_standby_grants_nothing_and_once_promoted_no_token_that_was_issu
             await new.close()
     assert [lease.fencing_token for lease in lost] == [2, 3, 1]
     assert [lease.fencing_token for lease in kept] == [JUMP, JUMP + 1, JUMP + 1]
+
+
+async def _cut_off(primary: EmbeddedPostgres, standby: EmbeddedPostgres) -> None:
+    """What follows on the primary is lost with it."""
+    await rows(standby.dsn, "ALTER SYSTEM SET primary_conninfo = ''")
+    await rows(standby.dsn, "SELECT pg_reload_conf()")
+    await until_row(primary.dsn, "SELECT 1 WHERE NOT EXISTS (SELECT FROM pg_stat_replication)")
+
+
+async def test_a_token_whose_every_trace_was_lost_in_a_second_failover_is_not_issued_again(
+    throwaway_postgres: StartServer, open_store: OpenStore
+) -> None:
+    first = throwaway_postgres()
+    tokens = [await acquired(await open_store(first.dsn), "job", ttl_ms=1)]
+    with contextlib.ExitStack() as servers:
+        folder = servers.enter_context(open_folder())
+        second = servers.enter_context(first.make_replica(folder / "second"))
+        await until_row(second.dsn, "SELECT 1 FROM pgleaderlock.lock_tokens WHERE lock_name = 'job'")
+        await _cut_off(first, second)
+        await asyncio.to_thread(second.promote)
+        third = servers.enter_context(second.make_replica(folder / "third"))
+        await _cut_off(second, third)
+        async with contextlib.AsyncExitStack() as stores:
+            for server in (second, third):
+                if server is third:
+                    await asyncio.to_thread(third.promote)
+                store = PostgresStore(server.dsn)
+                await store.open()
+                stores.push_async_callback(store.close)
+                tokens.append(await until_acquired(store, Acquire("job", "alice", 1)))
+    assert [lease.fencing_token for lease in tokens] == [1, JUMP, 2 * JUMP]
 
 
 async def test_a_grant_that_comes_with_a_warning_is_not_reported(

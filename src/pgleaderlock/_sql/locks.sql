@@ -2,10 +2,12 @@
 
 -- name: locks_set_up
 -- A grant must be on disk before it is acknowledged, whatever the default: with synchronous_commit off, a token that had
--- been handed out was issued again after a crash. Names are UTF-8, whatever the database's own encoding. The rest keeps
--- plans that were made when the tables were empty from reading all of a large one.
+-- been handed out was issued again after a crash. Set in any case: what a session has not set for itself changes under it
+-- when the server's files are read again. Names are UTF-8, whatever the database's own encoding. The rest keeps plans that
+-- were made when the tables were empty from reading all of a large one.
 SELECT CASE WHEN current_setting('synchronous_commit') = 'off'
-            THEN set_config('synchronous_commit', 'on', false) END AS durable,
+            THEN set_config('synchronous_commit', 'on', false)
+            ELSE set_config('synchronous_commit', current_setting('synchronous_commit'), false) END AS durable,
        set_config('client_encoding', 'UTF8', false) AS encoding,
        set_config('enable_seqscan', 'off', false) AS seqscan,
        set_config('jit', 'off', false) AS jit

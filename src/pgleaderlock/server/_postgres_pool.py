@@ -25,7 +25,7 @@ from pgleaderlock.errors import PgLeaderLockError, SchemaError, UnsafeSessionErr
 from pgleaderlock.retry import reconnect_jitter_s
 from pgleaderlock.server.store import StoreBusy, StoreError
 
-__all__ = ["Pool", "Row", "lasts", "store_error"]
+__all__ = ["BATCH_OPERATIONS_MAX", "Pool", "Row", "lasts", "nothing_came_of", "store_error"]
 
 Row = dict[str, Any]
 
@@ -36,7 +36,17 @@ RECONNECT_S_MIN, RECONNECT_S_MAX = 0.05, 1.0
 COUNT_AGE_S_MAX = 0.2
 
 _BUSY = frozenset({"55P03", "57014", "40P01", "40001"})
+# Classes of errors that the server answers with instead of a commit.
+_ROLLED_BACK = frozenset({"22", "23", "25", "42", "53", "55"})
 _GRANTS = "see the GRANTs of a lock server in docs/ledger.md"
+
+
+class _NotSent(StoreError):
+    """There was no session, so the database was not asked."""
+
+
+class _QueueFull(StoreBusy):
+    pass
 
 
 def store_error(error: PgLeaderLockError) -> StoreError:
@@ -58,6 +68,12 @@ def lasts(error: StoreError) -> bool:
     return isinstance(cause, SchemaError | UnsafeSessionError) or (
         getattr(getattr(cause, "__cause__", None), "sqlstate", None) == "42501"
     )
+
+
+def nothing_came_of(error: StoreError) -> bool:
+    """True if it is certain that what failed with this has changed nothing, and never will."""
+    sqlstate = getattr(getattr(error.__cause__, "__cause__", None), "sqlstate", None) or ""
+    return isinstance(error, _NotSent | _QueueFull) or sqlstate in _BUSY or sqlstate[:2] in _ROLLED_BACK
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +142,10 @@ class _Link:
 
     async def rows(self, name: str, **params: object) -> list[Row]:
         """One statement. Whatever goes wrong, the session goes with it."""
-        session = await self.session()
+        try:
+            session = await self.session()
+        except PgLeaderLockError as error:
+            raise _NotSent(str(store_error(error))) from error
         try:
             rows = await session.rows(name, **params)
         except BaseException:
@@ -198,7 +217,7 @@ class Pool:
         if self._stopping or not self._workers:
             _refuse(job, _closed())
         elif self._queued > QUEUED_OPERATIONS_MAX:
-            _refuse(job, StoreBusy(f"{self._queued} operations wait for the database: try again a little later"))
+            _refuse(job, _QueueFull(f"{self._queued} operations wait for the database: try again a little later"))
         else:
             self._jobs.append(job)
             self._queued += len(job.operations)
@@ -242,12 +261,18 @@ class Pool:
 
     async def _next(self) -> list[_Job]:
         """What to send next: one statement, or as many operations as are waiting. Empty when all is done."""
-        while not self._jobs:
-            if self._stopping:
-                return []
-            turn = asyncio.get_running_loop().create_future()
-            self._idle.append(turn)
-            await turn
+        while True:
+            while not self._jobs:
+                if self._stopping:
+                    return []
+                turn = asyncio.get_running_loop().create_future()
+                self._idle.append(turn)
+                await turn
+            if batch := self._batch():
+                return batch
+
+    def _batch(self) -> list[_Job]:
+        """From the queue, without those whose caller has gone. Empty if it was only them."""
         batch: list[_Job] = []
         size = 0
         while self._jobs and (not batch or (not self._jobs[0].name and not batch[0].name)):
@@ -258,7 +283,7 @@ class Pool:
             if not job.answer.done():  # a caller that has gone before it was served
                 batch.append(job)
                 size += len(job.operations)
-        return batch or await self._next()
+        return batch
 
     async def _query(self, link: _Link, job: _Job) -> None:
         try:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
-from pgleaderlock.server._postgres_pool import Pool, lasts
+from pgleaderlock.server._postgres_pool import BATCH_OPERATIONS_MAX, Pool, lasts, nothing_came_of
 from pgleaderlock.server._postgres_queue import NEVER, NOW, Alarm, Queues, Waiter
 from pgleaderlock.server._postgres_wire import new_lease_id, outcome_of, waiting
 from pgleaderlock.server.store import Acquire, Granted, Held, StoreBusy, StoreError, StoreFull
@@ -150,8 +150,8 @@ class Waiting:
         try:
             # A caller that is cancelled must not take the question back: it may have been asked already.
             (row,) = await asyncio.shield(waiter.asking)
-        except StoreError:
-            waiter.unsure_until = BOOT_CLOCK.now() + UNSURE_S
+        except StoreError as error:
+            self._failed(waiter, error)
             raise
         waiter.asking = None
         # What this one came to is known. Of those before, one may have become the lease that it was given now.
@@ -163,6 +163,14 @@ class Waiting:
         answer = outcome_of(waiter.acquire, row, self._pool.room.locks_max)
         assert isinstance(answer, Granted | Held | StoreFull)
         return answer
+
+    def _failed(self, waiter: Waiter, error: StoreError) -> None:
+        """What the last question came to is not known, unless the error says that it came to nothing."""
+        waiter.asking = None
+        if not nothing_came_of(error):
+            waiter.unsure_until = BOOT_CLOCK.now() + UNSURE_S
+        elif waiter.lease_ids:
+            waiter.lease_ids.pop()
 
     def _place(self, waiter: Waiter, ticket: int, remaining_ms: int | None) -> None:
         if waiter.ticket != ticket:
@@ -219,8 +227,10 @@ class Waiting:
         if waiter.asking is not None:
             try:
                 await waiter.asking
-            except StoreError:
-                waiter.unsure_until = BOOT_CLOCK.now() + UNSURE_S
+            except StoreError as error:
+                self._failed(waiter, error)
+        if waiter.ticket is None and not waiter.lease_ids and waiter.unsure_until == NOW:
+            return  # while the database is away, nothing is kept of those who asked in vain
         try:
             await self._pool.apply([_abandon(waiter)], acquires=0)
         except StoreError:
@@ -274,13 +284,12 @@ class Waiting:
 
     async def _clear_gone(self) -> None:
         gone = list(self._gone)
-        if not gone:
-            return
-        now = BOOT_CLOCK.now()
-        await self._pool.apply([_abandon(waiter) for waiter in gone], acquires=0)
-        for waiter in gone:
-            if now >= waiter.unsure_until:
-                self._gone.pop(waiter, None)
+        for begin in range(0, len(gone), BATCH_OPERATIONS_MAX):
+            step, now = gone[begin : begin + BATCH_OPERATIONS_MAX], BOOT_CLOCK.now()
+            await self._pool.apply([_abandon(waiter) for waiter in step], acquires=0)
+            for waiter in step:
+                if now >= waiter.unsure_until:
+                    self._gone.pop(waiter, None)
 
     def wake(self, payload: str) -> None:
         """What a notification says: a lock's name, or nothing in particular. Other names are nothing."""

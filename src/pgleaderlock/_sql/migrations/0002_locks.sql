@@ -63,12 +63,16 @@ CREATE TABLE pgleaderlock.lock_breaks (
 );
 CREATE INDEX lock_breaks_at ON pgleaderlock.lock_breaks (at);
 
--- The rule of the epochs: a token that another history may have issued as well is left far behind.
+-- The rule of the epochs: a token that another history may have issued as well is left far behind. One step for each
+-- timeline since the stored one: those in between may have issued tokens of which no trace is left.
 CREATE FUNCTION pgleaderlock.lock_next_token(
     p_last bigint, p_system_identifier bigint, p_timeline integer, p_here_system_identifier bigint, p_here_timeline integer)
 RETURNS bigint LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
     SELECT CASE WHEN p_system_identifier = p_here_system_identifier AND p_timeline = p_here_timeline
-                THEN p_last + 1 ELSE (p_last / 4294967296 + 1) * 4294967296 END
+                THEN p_last + 1
+                ELSE (p_last / 4294967296
+                      + CASE WHEN p_system_identifier = p_here_system_identifier AND p_timeline < p_here_timeline
+                             THEN p_here_timeline - p_timeline ELSE p_here_timeline END) * 4294967296 END
 $$;
 
 -- Tells the server of the first waiter to look at the lock, unless that is `p_except`. A hint: it may be lost.
@@ -132,12 +136,21 @@ BEGIN
         remaining_ms := NULL; waited_ms := 0; ticket := NULL; created := false;
 
         IF op.kind = 'renew' THEN
-            UPDATE pgleaderlock.lock_leases AS x
-            SET lease_expiry = clock_timestamp() + op.ms * interval '1 millisecond', ttl_ms = op.ms, version = x.version + 1
+            -- First the row, then the time: an update that waited for somebody who changed nothing goes on with what it had
+            -- computed before the wait.
+            SELECT x.lease_expiry INTO expiry FROM pgleaderlock.lock_leases x
             WHERE x.lock_name = op.lock AND x.lease_id = op.lease AND x.owner_id = op.owner
-              AND x.fencing_token = op.token AND x.lease_expiry > clock_timestamp()
-            RETURNING trunc(extract(epoch FROM x.lease_expiry) * 1000) INTO expiry_ms;
-            outcome := CASE WHEN FOUND THEN 'renewed' ELSE 'stale' END;
+              AND x.fencing_token = op.token AND x.lease_expiry > clock_timestamp() FOR UPDATE;
+            moment := clock_timestamp();
+            outcome := 'stale';
+            IF expiry > moment THEN
+                outcome := 'renewed';
+                expiry := moment + op.ms * interval '1 millisecond';
+                UPDATE pgleaderlock.lock_leases AS x
+                SET lease_expiry = expiry, ttl_ms = op.ms, version = x.version + 1
+                WHERE x.lock_name = op.lock;
+                expiry_ms := trunc(extract(epoch FROM expiry) * 1000);
+            END IF;
             RETURN NEXT;
             CONTINUE;
         ELSIF op.kind = 'release' THEN
