@@ -211,6 +211,30 @@ async def test_no_epoch_is_issued_again_after_a_crash_though_commits_are_asynchr
     assert epochs == sorted(set(epochs))
 
 
+async def test_a_reload_of_the_servers_files_makes_no_epoch_less_durable(throwaway_postgres: StartServer) -> None:
+    server = throwaway_postgres(wal_writer_delay="10s")
+    await migrate(server.dsn)
+    role = fresh_role()
+    async with LeaderElection(server.dsn, role, acquire_delay_s=(0.02, 0.05)) as election:
+        gate, epochs = election.gate(role), []
+
+        async def led() -> None:
+            assert await gate.wait_open(WAIT_S)
+            epochs.append(gate.require_leader().epoch)
+
+        await led()
+        await dba(server, "ALTER SYSTEM SET synchronous_commit = off", "SELECT pg_reload_conf()", "CHECKPOINT")
+        await until_row(server, "SELECT 1 WHERE current_setting('synchronous_commit') = 'off'")
+        for _ in range(3):  # the election's session has read the files again by its second statement
+            await election.step_down(role)
+            await led()
+        await asyncio.to_thread(server.restart, "immediate")
+        await gate.wait_closed(gate.token) if gate.token is not None else None
+        await led()
+    assert epochs == sorted(set(epochs))
+    assert len(epochs) == 5
+
+
 async def test_without_a_durable_commit_the_same_crashes_do_issue_an_epoch_again(
     careless: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,8 +84,8 @@ def stops(program: Program, code: int = 0) -> None:
     ends(program, code)
 
 
-def test_every_example_is_run_by_a_test_here() -> None:
-    source = Path(__file__).read_text()
+def test_every_example_is_run_by_a_test() -> None:
+    source = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*example*.py"))
     in_files = "".join(
         file.read_text() for folder in ("systemd", "kubernetes") for file in EXAMPLES.glob(f"{folder}/*")
     )
@@ -605,10 +605,11 @@ def test_the_page_names_every_function_and_argument(function: Any) -> None:
         assert argument == "self" or re.search(rf"\b{argument}\b", page), argument
 
 
-def test_the_page_names_everything_that_a_guard_has_and_every_example() -> None:
+def test_the_pages_name_everything_that_a_guard_has_and_every_example() -> None:
     page = DOCS.read_text()
     for name in vars(pgleaderlock.LeadershipGuard):
         if not name.startswith("_"):
             assert f"`{name}" in page or f".{name}" in page, name
+    pages = "".join(file.read_text() for file in DOCS.parent.glob("*.md"))
     for file in (*EXAMPLES.glob("*.py"), *UNITS, *EXAMPLES.glob("kubernetes/*.yaml")):
-        assert os.fspath(file.relative_to(PROJECT)) in page, file
+        assert os.fspath(file.relative_to(PROJECT)) in pages, file

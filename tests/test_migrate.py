@@ -415,6 +415,26 @@ def test_nothing_of_the_callers_can_be_slipped_in(ledger: str, runtime: str) -> 
         assert caught.value.sqlstate == "PGL01"
 
 
+@pytest.mark.parametrize(
+    ("last", "issued_in", "here", "then"),
+    [
+        (7, (1, 1), (1, 1), 8),  # the same history
+        (7, (1, 1), (1, 2), 2**32),  # promoted
+        (7, (1, 1), (1, 3), 2 * 2**32),  # promoted twice: what the second issued may be lost without a trace
+        (2**32 + 4, (1, 2), (1, 3), 2 * 2**32),
+        (7, (1, 2), (1, 1), 2**32),  # a copy from before a promotion
+        (7, (1, 1), (9, 1), 2**32),  # another cluster
+        (7, (1, 3), (9, 2), 2 * 2**32),
+    ],
+)
+def test_a_new_history_leaves_every_number_of_the_old_ones_behind(
+    ledger: str, last: int, issued_in: tuple[int, int], here: tuple[int, int], then: int
+) -> None:
+    asked = "SELECT pgleaderlock.next_number(%s::bigint, %s::bigint, %s::integer, %s::bigint, %s::integer)"
+    with psycopg.connect(ledger) as conn:
+        assert conn.execute(asked, (last, *issued_in, *here)).fetchone() == (then,)
+
+
 @pytest.mark.parametrize("name", ["grants", "grants_fence_only", "grants_table_owner", "grants_lock_server"])
 def test_the_documented_grants_are_the_real_ones(name: str) -> None:
     page = (Path(__file__).parents[1] / "docs" / "ledger.md").read_text()

@@ -6,10 +6,12 @@ SELECT max(version) AS version FROM pgleaderlock.schema_version
 
 -- name: ledger_open
 -- Records this session. Commits of the ledger must be on disk before they are acknowledged: with synchronous_commit off,
--- an epoch that had been handed out was issued again after a crash.
+-- an epoch that had been handed out was issued again after a crash. Set in any case: what a session has not set for itself
+-- changes under it when the server's files are read again.
 SELECT o.session_id, o.system_identifier, o.timeline,
        CASE WHEN current_setting('synchronous_commit') = 'off'
-            THEN set_config('synchronous_commit', 'on', false) END AS durable
+            THEN set_config('synchronous_commit', 'on', false)
+            ELSE set_config('synchronous_commit', current_setting('synchronous_commit'), false) END AS durable
 FROM pgleaderlock.open_session(
     %(namespace)s, %(instance)s::uuid, %(node_id)s, %(host)s, %(os_pid)s, %(holder_identity)s,
     %(gate_s)s, %(lease_s)s, %(candidate)s, %(library_version)s,

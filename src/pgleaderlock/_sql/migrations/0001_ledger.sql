@@ -122,6 +122,19 @@ LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS 
     FROM pg_control_system() c
 $$;
 
+-- The number after the last one, of epochs and of fencing tokens. Where this history is not the one that the last was
+-- issued in, numbers that another history may have issued as well are left far behind: one step for each timeline since
+-- then, because those in between may have issued some of which no trace is left.
+CREATE FUNCTION pgleaderlock.next_number(
+    p_last bigint, p_system_identifier bigint, p_timeline integer, p_here_system_identifier bigint, p_here_timeline integer)
+RETURNS bigint LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
+    SELECT CASE WHEN p_system_identifier = p_here_system_identifier AND p_timeline = p_here_timeline
+                THEN p_last + 1
+                ELSE (p_last / 4294967296
+                      + CASE WHEN p_system_identifier = p_here_system_identifier AND p_timeline < p_here_timeline
+                             THEN p_here_timeline - p_timeline ELSE p_here_timeline END) * 4294967296 END
+$$;
+
 -- The advisory key of a role's fence, in the key space of single bigints: the lock itself is in the space of pairs. It
 -- follows from the names alone, so that nothing has to be looked up first. Two roles that shared one would wait for each
 -- other's transactions, and nothing worse. Never stored: another version of PostgreSQL may hash otherwise.
@@ -283,10 +296,8 @@ BEGIN
         SET epoch = CASE
                 -- The first epoch of a role: an earlier history may have issued one that was lost with it.
                 WHEN prev.epoch = 0 THEN (here.timeline::bigint - 1) * 4294967296 + 1
-                WHEN (prev.system_identifier, prev.timeline) IS DISTINCT FROM (here.system_identifier, here.timeline)
-                     AND prev.system_identifier IS NOT NULL
-                THEN (prev.epoch / 4294967296 + 1) * 4294967296
-                ELSE prev.epoch + 1 END,
+                ELSE pgleaderlock.next_number(
+                    prev.epoch, prev.system_identifier, prev.timeline, here.system_identifier, here.timeline) END,
             session_id = me.session_id,
             wait_t = greatest(me.lease_s, CASE WHEN prev.clean THEN 0 ELSE prev.wait_t END),
             clean = false,

@@ -63,18 +63,6 @@ CREATE TABLE pgleaderlock.lock_breaks (
 );
 CREATE INDEX lock_breaks_at ON pgleaderlock.lock_breaks (at);
 
--- The rule of the epochs: a token that another history may have issued as well is left far behind. One step for each
--- timeline since the stored one: those in between may have issued tokens of which no trace is left.
-CREATE FUNCTION pgleaderlock.lock_next_token(
-    p_last bigint, p_system_identifier bigint, p_timeline integer, p_here_system_identifier bigint, p_here_timeline integer)
-RETURNS bigint LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
-    SELECT CASE WHEN p_system_identifier = p_here_system_identifier AND p_timeline = p_here_timeline
-                THEN p_last + 1
-                ELSE (p_last / 4294967296
-                      + CASE WHEN p_system_identifier = p_here_system_identifier AND p_timeline < p_here_timeline
-                             THEN p_here_timeline - p_timeline ELSE p_here_timeline END) * 4294967296 END
-$$;
-
 -- Tells the server of the first waiter to look at the lock, unless that is `p_except`. A hint: it may be lost.
 CREATE FUNCTION pgleaderlock.lock_wake(p_lock_name text, p_except text DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -294,7 +282,7 @@ BEGIN
             SELECT h.system_identifier, h.timeline INTO here_system, here_timeline FROM pgleaderlock.history() h;
         END IF;
         UPDATE pgleaderlock.lock_tokens AS t
-        SET last_token = pgleaderlock.lock_next_token(t.last_token, t.system_identifier, t.timeline, here_system, here_timeline),
+        SET last_token = pgleaderlock.next_number(t.last_token, t.system_identifier, t.timeline, here_system, here_timeline),
             system_identifier = here_system, timeline = here_timeline
         WHERE t.lock_name = op.lock
         RETURNING t.last_token INTO fencing_token;
@@ -456,7 +444,7 @@ $$;
 -- Nobody may do anything until it is granted: see grants.sql. What a role was given of the ledger's tables stays.
 REVOKE ALL ON pgleaderlock.lock_leases, pgleaderlock.lock_tokens, pgleaderlock.lock_servers, pgleaderlock.lock_waiters,
     pgleaderlock.lock_breaks FROM PUBLIC;
-REVOKE ALL ON FUNCTION pgleaderlock.lock_next_token, pgleaderlock.lock_wake, pgleaderlock.lock_apply,
+REVOKE ALL ON FUNCTION pgleaderlock.lock_wake, pgleaderlock.lock_apply,
     pgleaderlock.lock_tick, pgleaderlock.lock_close, pgleaderlock.lock_break, pgleaderlock.lock_sweep FROM PUBLIC;
 
 INSERT INTO pgleaderlock.schema_version (version) VALUES (2);
