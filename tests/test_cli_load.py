@@ -13,14 +13,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlencode
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from psycopg.conninfo import conninfo_to_dict
 
-from conftest import StartServer
 from pgleaderlock.cli._load_check import GuardedResource, Violations
 from pgleaderlock.cli._load_figures import Latencies
 from pgleaderlock.cli._output import EXIT_NO, EXIT_OK, EXIT_USAGE
@@ -201,48 +198,6 @@ def test_a_run_that_was_granted_nothing_shows_nothing_and_says_so(server: LockSe
     done = command("load", "--server", server.url, "--lock", "a", "--locks", "2")
     assert done.code == EXIT_USAGE
     assert "exclude each other" in done.err
-
-
-def test_a_server_that_is_killed_and_started_again_under_load_keeps_its_promises(tmp_path: Path) -> None:
-    with lock_server(tmp_path) as first:
-        args = ["load", "--server", first.url, "--clients", "10", "--duration", "60s", "--locks", "5", "--ttl", "1s"]
-        with running(*args, "--failrate", "0.1", "--timeout", "500ms") as program:
-            program.until("op/s", "out", times=2)
-            first.program.process.kill()
-            first.program.process.wait(PATIENCE_S)
-            with lock_server(tmp_path, port=first.port):
-                lines = program.out.count("op/s")
-                program.until("op/s", "out", times=lines + 4)
-                program.signal(signal.SIGINT)
-                assert program.end() == EXIT_OK, program.out
-    assert "every invariant held" in program.out
-
-
-def test_three_servers_on_one_postgresql_of_which_one_is_killed_keep_their_promises(
-    tmp_path: Path, throwaway_postgres: StartServer
-) -> None:
-    dsn = throwaway_postgres().dsn
-    assert command("migrate", "--dsn", dsn).code == EXIT_OK
-    parts = {key: str(value) for key, value in conninfo_to_dict(dsn).items()}
-    store = f"postgresql:///{parts.pop('dbname')}?{urlencode(parts)}"
-    file = tmp_path / "report.json"
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(lock_server(tmp_path, store=store)) for _ in range(3)]
-        urls = [argument for server in servers for argument in ("--server", server.url)]
-        args = ["--clients", "12", "--duration", "10m", "--locks", "4", "--ttl", "1s", "--failrate", "0.1"]
-        with running("load", *urls, *args, "--wait", "200ms", "--timeout", "1s", "--json", str(file)) as program:
-            program.until("op/s", "out", times=2)
-            servers[0].program.process.kill()  # the one that all of them ask
-            servers[0].program.process.wait(PATIENCE_S)
-            lines = program.out.count("op/s")
-            program.until("op/s", "out", times=lines + 4)
-            program.signal(signal.SIGINT)
-            assert program.end() == EXIT_OK, program.out
-    after = re.findall(r"(\d+) op/s", program.out)[lines + 1 :]
-    assert all(int(operations) > 0 for operations in after), "the clients did not go on"
-    report = json.loads(file.read_text())
-    assert report["violations"] == {"total": 0}
-    assert report["counts"]["acquired"] > 0
 
 
 def test_ctrl_c_ends_the_run_early_and_its_figures_are_shown(server: LockServerProcess) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.counts import count
+from support.counts import PROOF, count
 from support.lockserver import lock_server
 
 RUN_TIMEOUT_S = 1500
@@ -17,12 +17,14 @@ RUN_TIMEOUT_S = 1500
 @pytest.mark.timeout(RUN_TIMEOUT_S + 60)
 @pytest.mark.parametrize("tokens", [False, True], ids=["open", "with tokens"])
 def test_every_answer_is_one_that_the_description_promises(tmp_path: Path, tokens: bool) -> None:
+    # The tokens change nothing about what may be asked: at small counts it is asked in every way without them.
+    phases = "coverage,fuzzing,stateful" if PROOF or not tokens else "fuzzing"
     with lock_server(tmp_path, "--max-wait", "50ms", tokens=tokens) as server:
         authorization = ["--header", f"Authorization: Bearer {server.admin_token}"] if tokens else []
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
-                *("--phases", "coverage,fuzzing,stateful", "--checks", "all"),
+                *("--phases", phases, "--checks", "all"),
                 *("--max-examples", str(count(4, 400)), "--workers", "2", "--generation-database", "none"),
                 *("--suppress-health-check", "all", "--warnings", "off", "--no-color", *authorization),
             ],
@@ -40,7 +42,7 @@ def test_every_answer_is_one_that_the_description_promises(tmp_path: Path, token
         assert found is not None, done.stdout[-3000:]
         asked, passed = int(found[1]), int(found[2])
         assert asked == passed
-        assert asked >= count(100, 5_000)  # twice, open and with tokens: 10,000
+        assert asked >= count(20, 5_000)  # twice, open and with tokens: 10,000
         assert server.ask("GET", "/readyz", token=server.admin_token).status == 200
         assert "request_failed" not in server.program.err
         assert server.stop() == 0

@@ -5,9 +5,11 @@
 
 import os
 
-__all__ = ["count"]
+__all__ = ["PROOF", "count"]
+
+PROOF = os.environ.get("PGLEADERLOCK_PROOF", "") not in {"", "0"}
 
 
 def count(small: int, proof: int) -> int:
     """`small`, or `proof` when the full counts are asked for."""
-    return proof if os.environ.get("PGLEADERLOCK_PROOF", "") not in {"", "0"} else small
+    return proof if PROOF else small
