@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.counts import PROOF, count
+from support.counts import count, proof_asked
 from support.lockserver import lock_server
 
 RUN_TIMEOUT_S = 1500
@@ -18,7 +18,7 @@ RUN_TIMEOUT_S = 1500
 @pytest.mark.parametrize("tokens", [False, True], ids=["open", "with tokens"])
 def test_every_answer_is_one_that_the_description_promises(tmp_path: Path, tokens: bool) -> None:
     # The tokens change nothing about what may be asked: at small counts it is asked in every way without them.
-    phases = "coverage,fuzzing,stateful" if PROOF or not tokens else "fuzzing"
+    phases = "coverage,fuzzing,stateful" if proof_asked() or not tokens else "fuzzing"
     with lock_server(tmp_path, "--max-wait", "50ms", tokens=tokens) as server:
         authorization = ["--header", f"Authorization: Bearer {server.admin_token}"] if tokens else []
         done = subprocess.run(

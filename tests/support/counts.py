@@ -5,11 +5,14 @@
 
 import os
 
-__all__ = ["PROOF", "count"]
+__all__ = ["count", "proof_asked"]
 
-PROOF = os.environ.get("PGLEADERLOCK_PROOF", "") not in {"", "0"}
+
+def proof_asked() -> bool:
+    """Whether the full counts are asked for."""
+    return os.environ.get("PGLEADERLOCK_PROOF", "") not in {"", "0"}
 
 
 def count(small: int, proof: int) -> int:
     """`small`, or `proof` when the full counts are asked for."""
-    return proof if PROOF else small
+    return proof if proof_asked() else small

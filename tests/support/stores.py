@@ -21,7 +21,7 @@ from pgleaderlock.migrate import migrate
 from pgleaderlock.server.store import Acquire, Granted, Held, Release, Renew, Store
 from pgleaderlock.server.store_postgres import PostgresStore
 from pgleaderlock.server.store_sqlite import SqliteStore
-from support.counts import PROOF
+from support.counts import proof_asked
 from support.fencing import database, plain_role
 
 __all__ = ["PATIENCE_S", "STORES", "OpenPlace", "Place", "acquired", "held", "release_of", "renew_of", "until_waiting"]
@@ -152,7 +152,7 @@ STORES: dict[str, Callable[[pytest.FixtureRequest], OpenPlace]] = {
     "sqlite": _sqlite,
     "postgres with its grants alone": functools.partial(_postgres, plain=True),
 }
-if PROOF:
+if proof_asked():
     # The owner may do all that the other may: at small counts the stricter one stands for both.
     STORES["postgres"] = functools.partial(_postgres, plain=False)
 
