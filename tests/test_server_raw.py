@@ -1,6 +1,6 @@
 """Any bytes on the lock server's socket: an answer below 500 or a closed connection, and the server serves on."""
 
-import contextlib
+import errno
 import random
 import re
 import socket
@@ -103,13 +103,16 @@ def _answer(server: LockServerProcess, data: bytes, *, end: bool) -> bytes:
     would wait for the rest of what is not whole."""
     with socket.create_connection((server.host, server.port), timeout=ANSWER_TIMEOUT_S) as conn:
         answer = b""
-        # A server that has had enough may close while we still send.
-        with contextlib.suppress(ConnectionError):
+        # A server that has had enough may close while we still send. A timeout is something else: nobody answers.
+        try:
             conn.sendall(data)
             if end:
                 conn.shutdown(socket.SHUT_WR)
             while part := conn.recv(65536):
                 answer += part
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN):
+                raise
         return answer
 
 

@@ -25,7 +25,7 @@ def test_every_answer_is_one_that_the_description_promises(tmp_path: Path, token
             [
                 *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
                 *("--phases", phases, "--checks", "all"),
-                *("--max-examples", str(count(4, 400)), "--workers", "2", "--generation-database", "none"),
+                *("--max-examples", str(count(4, 900)), "--workers", "2", "--generation-database", "none"),
                 *("--suppress-health-check", "all", "--warnings", "off", "--no-color", *authorization),
             ],
             cwd=tmp_path,  # it leaves its cache where it runs
