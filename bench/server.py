@@ -92,7 +92,9 @@ async def acquire(_dsn: str) -> list[Figure]:
     """Durable grants through HTTP: one a request, fifty a request, and etcd's lock API, in blocks that alternate."""
     single, batched, peer = [], [], []
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
-        async with lock_server(f"sqlite:///{folder}/locks.db") as (url, _pid), etcd() as etcd_url:
+        store = f"sqlite:///{folder}/locks.db"
+        # The batches alone make more than a million of them.
+        async with lock_server(store, "--max-locks", "100000000") as (url, _pid), etcd() as etcd_url:
             for block in range(BLOCKS + 1):
                 one = await Wrk(_ACQUIRE % (TTL_MS, f"a{block}")).run(url, CONNECTIONS, BLOCK_S)
                 many = await Wrk(_BATCH % (BATCH, f"b{block}", TTL_MS)).run(url, CONNECTIONS, BLOCK_S)
