@@ -280,13 +280,16 @@ def test_a_frozen_server_lets_the_deadline_of_the_heartbeat_thread_fire(tmp_path
 
 async def test_a_silent_server_does_not_hold_up_the_news_of_a_loss(tmp_path: Path, name: str) -> None:
     """Its release would wait for the server, far longer than the test's patience."""
+    inside, blocking_inside = asyncio.Event(), threading.Event()
 
     async def work(client: AsyncLockClient) -> None:
         async with client.lock(name, 0.6):
+            inside.set()
             await asyncio.Event().wait()
 
     def blocking_work(client: LockClient) -> None:
         with client.lock(f"{name}/2", 0.6) as lease:
+            blocking_inside.set()
             lease.lost.wait(PATIENCE_S)
 
     with lock_server(tmp_path) as own, LockClient(own.url, request_timeout_s=300.0) as blocking:
@@ -296,8 +299,10 @@ async def test_a_silent_server_does_not_hold_up_the_news_of_a_loss(tmp_path: Pat
                 asyncio.create_task(work(client)),
                 asyncio.create_task(asyncio.to_thread(blocking_work, blocking)),
             ]
-            await until_held(client, name)
-            await until_held(client, f"{name}/2")
+            # Not merely held at the server: a grant whose reply is still on its way is no lease yet.
+            async with asyncio.timeout(PATIENCE_S):
+                await inside.wait()
+            assert await asyncio.to_thread(blocking_inside.wait, PATIENCE_S)
             with frozen(own):
                 done, _ = await asyncio.wait(both, timeout=PATIENCE_S)
             assert len(done) == 2
