@@ -3,8 +3,7 @@
 The public names, and nothing else. Importing this imports psycopg and the standard library only.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
+from pgleaderlock._version import VERSION
 from pgleaderlock.election import LeaderElection
 from pgleaderlock.errors import (
     ConfigurationError,
@@ -75,7 +74,4 @@ __all__ = [
     "key_pair_from_bigint",
 ]
 
-try:
-    __version__ = version("pgleaderlock")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0+unknown"
+__version__ = VERSION

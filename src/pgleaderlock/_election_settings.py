@@ -7,6 +7,7 @@ G is `late_threshold_s`: how long an acknowledged heartbeat keeps the gate open,
 import math
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -19,8 +20,8 @@ __all__ = [
     "Timing",
     "check_channel",
     "check_flags",
-    "check_node_id",
     "check_optional_seconds",
+    "checked_node_id",
     "from_environment",
     "role_keys",
 ]
@@ -122,9 +123,13 @@ def check_channel(channel: object) -> str:
     return channel
 
 
-def check_node_id(node_id: object) -> None:
-    if node_id is not None and (not isinstance(node_id, str) or not node_id.strip() or "\0" in node_id):
+def checked_node_id(node_id: object) -> str:
+    """This node's name; its host's, if none is given."""
+    if node_id is None:
+        return socket.gethostname()
+    if not isinstance(node_id, str) or not node_id.strip() or "\0" in node_id:
         raise ConfigurationError(f"node_id must be a name of this node, such as its host name, not {node_id!r}")
+    return node_id
 
 
 def check_optional_seconds(what: str, value: object) -> None:

@@ -5,9 +5,7 @@ Imports `_engine`, `_conninfo`, `_election_settings`, `ledger` and what they sta
 
 import os
 import socket
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
 
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
@@ -15,11 +13,10 @@ from pgleaderlock._election_settings import (
     Timing,
     check_channel,
     check_flags,
-    check_node_id,
     check_optional_seconds,
-    role_keys,
 )
 from pgleaderlock._engine import EngineSettings
+from pgleaderlock._version import VERSION
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.keys import KeyPair
 from pgleaderlock.ledger import Identity
@@ -34,7 +31,7 @@ LISTEN_STATEMENT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What `LeaderElection` was given, with the defaults filled in."""
+    """What `LeaderElection` was given, with the defaults filled in. One that exists is sound."""
 
     dsn: Dsn
     keys: dict[str, KeyPair]
@@ -42,8 +39,7 @@ class Setup:
     takeover: Takeover
     node_id: str
     namespace: str
-    channel: str
-    listens: bool
+    listen_channel: str | None
     stale_threshold_s: float | None
     evict_stale: bool
     candidate: bool
@@ -53,65 +49,33 @@ class Setup:
     standalone: bool
     allow_pooler: bool
 
-    @classmethod
-    def checked(
-        cls,
-        dsn: Dsn,
-        roles: str | Iterable[str] | Mapping[str, int],
-        timing: Timing,
-        *,
-        takeover: Takeover,
-        node_id: str | None,
-        namespace: str,
-        listen_channel: str | None,
-        stale_threshold_s: float | None,
-        hard_stop_after_s: float | None,
-        evict_stale: bool,
-        candidate: bool,
-        heartbeat_thread: bool,
-        enabled: bool,
-        standalone: bool,
-        allow_pooler: bool,
-    ) -> "Setup":
+    def __post_init__(self) -> None:
         """All of it fits together, or a `ConfigurationError` names the setting and the remedy."""
-        keys = role_keys(roles, namespace)
-        if timing.standby_wait_s and len(keys) > 1:
+        if self.timing.standby_wait_s and len(self.keys) > 1:
             raise ConfigurationError("standby_wait_s waits at the server for one role only: name one role, or drop it")
-        if takeover not in ("safe", "instant"):
-            raise ConfigurationError(f"takeover={takeover!r} is unknown: give 'safe' or 'instant'")
-        check_node_id(node_id)
-        check_optional_seconds("stale_threshold_s", stale_threshold_s)
-        check_optional_seconds("hard_stop_after_s", hard_stop_after_s)
+        if self.takeover not in ("safe", "instant"):
+            raise ConfigurationError(f"takeover={self.takeover!r} is unknown: give 'safe' or 'instant'")
+        if self.listen_channel is not None:
+            check_channel(self.listen_channel)
+        check_optional_seconds("stale_threshold_s", self.stale_threshold_s)
+        check_optional_seconds("hard_stop_after_s", self.hard_stop_after_s)
         check_flags(
-            evict_stale=evict_stale,
-            candidate=candidate,
-            heartbeat_thread=heartbeat_thread,
-            enabled=enabled,
-            standalone=standalone,
-            allow_pooler=allow_pooler,
+            evict_stale=self.evict_stale,
+            candidate=self.candidate,
+            heartbeat_thread=self.heartbeat_thread,
+            enabled=self.enabled,
+            standalone=self.standalone,
+            allow_pooler=self.allow_pooler,
         )
-        if timing.standby_wait_s and allow_pooler:
+        if self.timing.standby_wait_s and self.allow_pooler:
             raise ConfigurationError("standby_wait_s cannot be used behind a pooler: drop it, or connect without one")
-        if not standalone and enabled:
-            check_dsn(dsn)
-        return cls(
-            dsn=dsn,
-            keys=keys,
-            timing=timing,
-            takeover=takeover,
-            node_id=node_id or socket.gethostname(),
-            namespace=namespace,
-            channel=DEFAULT_CHANNEL if listen_channel is None else check_channel(listen_channel),
-            listens=listen_channel is not None,
-            stale_threshold_s=stale_threshold_s,
-            evict_stale=evict_stale,
-            candidate=candidate,
-            heartbeat_thread=heartbeat_thread,
-            hard_stop_after_s=hard_stop_after_s,
-            enabled=enabled,
-            standalone=standalone,
-            allow_pooler=allow_pooler,
-        )
+        if not self.standalone and self.enabled:
+            check_dsn(self.dsn)
+
+    @property
+    def channel(self) -> str:
+        """Where this node tells the others, whether it listens itself or not."""
+        return self.listen_channel or DEFAULT_CHANNEL
 
     @property
     def statement_timeout_s(self) -> float:
@@ -127,7 +91,7 @@ class Setup:
             host=host,
             os_pid=os.getpid(),
             holder_identity=f"{self.node_id}-{host}-{os.getpid()}-{instance}",
-            library_version=_library_version(),
+            library_version=VERSION,
         )
 
     def connection(self) -> ConnectionSettings:
@@ -164,10 +128,3 @@ class Setup:
             candidate=self.candidate,
             channel=self.channel,
         )
-
-
-def _library_version() -> str:
-    try:
-        return version("pgleaderlock")
-    except PackageNotFoundError:
-        return "0+unknown"

@@ -43,7 +43,7 @@ async def run_in_thread(main: Callable[[], Coroutine[Any, Any, None]], stop: Cal
         raise failure[0]
 
 
-def settle(future: "asyncio.Future[None]") -> None:
+def settle(future: "asyncio.Future[Any]", value: Any = None) -> None:
     """Tell whoever waits for it, once; on the future's own loop."""
     if not future.done():
-        future.set_result(None)
+        future.set_result(value)

@@ -24,7 +24,7 @@ from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._conninfo import Dsn
 from pgleaderlock._driver import Driver
 from pgleaderlock._election_callbacks import ElectionCallbacks
-from pgleaderlock._election_settings import Timing, from_environment
+from pgleaderlock._election_settings import Timing, checked_node_id, from_environment, role_keys
 from pgleaderlock._election_setup import DEFAULT_CHANNEL, Setup, Takeover
 from pgleaderlock._engine import Engine
 from pgleaderlock._fsm import Input, Rules
@@ -85,15 +85,14 @@ class LeaderElection(ElectionCallbacks):
         allow_pooler: bool = False,
     ) -> None:
         super().__init__()
-        timing = Timing.checked(
-            heartbeat_interval_s, late_threshold_s, session_lease_s, acquire_delay_s, standby_wait_s
-        )
-        self._setup = Setup.checked(
-            dsn,
-            roles,
-            timing,
+        self._setup = Setup(
+            dsn=dsn,
+            keys=role_keys(roles, namespace),
+            timing=Timing.checked(
+                heartbeat_interval_s, late_threshold_s, session_lease_s, acquire_delay_s, standby_wait_s
+            ),
             takeover=takeover,
-            node_id=node_id,
+            node_id=checked_node_id(node_id),
             namespace=namespace,
             listen_channel=listen_channel,
             stale_threshold_s=stale_threshold_s,
@@ -337,7 +336,7 @@ class LeaderElection(ElectionCallbacks):
         """On whichever loop this is called: the application's, or that of a thread of its own."""
         engine = self._make_engine()
         self._engine = engine
-        listener = asyncio.ensure_future(self._listen(engine)) if self._setup.listens else None
+        listener = asyncio.ensure_future(self._listen(engine)) if self._setup.listen_channel is not None else None
         try:
             await engine.run()
         finally:

@@ -2,6 +2,10 @@
 -- `run` numbers the openings of the file. A row of an earlier run counts for its full ttl_ms from the start of this one,
 -- because the clock of that run is gone and the wall clock proves nothing.
 
+-- name: sqlite_empty
+-- Whether the file is new: nothing has been made in it.
+SELECT count(*) = 0 FROM sqlite_schema
+
 -- name: sqlite_schema
 -- locks: owner_id is NULL when the lock is free. fencing_token is the highest that was ever granted. deadline_ns is on
 -- the boot-time clock of `run`: when the lease ends or, of a free lock, when it ended. lease_expiry_ns is Unix time,

@@ -9,7 +9,6 @@ one line on standard error and an exit code, because 1 means "no" here and must 
 
 import contextlib
 import importlib
-import importlib.metadata
 import io
 import os
 import signal
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 
 import click
 
+from pgleaderlock._version import VERSION
 from pgleaderlock.cli._output import EXIT_OK, EXIT_USAGE, exit_code_for_signal, without_passwords
 from pgleaderlock.errors import PgLeaderLockError
 
@@ -81,11 +81,7 @@ class _Invocation:
 def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if not value or ctx.resilient_parsing:
         return
-    try:
-        version = importlib.metadata.version("pgleaderlock")
-    except importlib.metadata.PackageNotFoundError:
-        version = "unknown (not installed)"
-    click.echo(f"pgleaderlock {version}")
+    click.echo(f"pgleaderlock {VERSION}")
     ctx.exit()
 
 

@@ -22,8 +22,8 @@ from pgleaderlock._clock import LOOK_S
 from pgleaderlock.cli._command import find_executable
 from pgleaderlock.cli._lock_options import POSITIVE, ServerOptions, server_options
 from pgleaderlock.cli._logging import LEVELS, configure
-from pgleaderlock.cli._one_run import Ended, Job, OneRun
-from pgleaderlock.cli._output import DURATION, EXIT_LOST, EXIT_NOT_WON, LockKey, exit_code_for_signal
+from pgleaderlock.cli._one_run import CommandStopped, Ended, Job, NotWon, OneRun
+from pgleaderlock.cli._output import DURATION, LockKey, exit_code_for_signal
 from pgleaderlock.client import AsyncLease, AsyncLockClient, LeaseLost, LockHeld
 from pgleaderlock.errors import LockServerError, PgLeaderLockError
 
@@ -31,18 +31,6 @@ __all__ = ["exec_"]
 
 GRACE_S = 3.0
 GRACE_SHARE = 0.25
-
-
-class NotWon(PgLeaderLockError):
-    """Somebody else holds the lock. The command was not run."""
-
-    exit_code = EXIT_NOT_WON
-
-
-class CommandStopped(PgLeaderLockError):
-    """The lease was lost, so the command was stopped."""
-
-    exit_code = EXIT_LOST
 
 
 class _Keeping:

@@ -1,6 +1,6 @@
 """One command, run once, for as long as this node leads: what `exec` does with a lock and with an election alike.
 
-Imports `supervise`, `_logging` and `_output`. It must never start the command twice.
+Imports `supervise`, `_logging`, `_output` and `errors`. It must never start the command twice.
 """
 
 import asyncio
@@ -10,13 +10,26 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pgleaderlock.cli._logging import configure
-from pgleaderlock.cli._output import LockKey
+from pgleaderlock.cli._output import EXIT_LOST, EXIT_NOT_WON, LockKey
 from pgleaderlock.cli.supervise import FORWARDED_SIGNALS, Supervised
+from pgleaderlock.errors import PgLeaderLockError
 
-__all__ = ["Ended", "Job", "OneRun"]
+__all__ = ["CommandStopped", "Ended", "Job", "NotWon", "OneRun"]
 
 # These end the wait for the lock; the others mean something to the command alone.
 ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+
+
+class NotWon(PgLeaderLockError):
+    """Somebody else leads, or holds the lock. The command was not run."""
+
+    exit_code = EXIT_NOT_WON
+
+
+class CommandStopped(PgLeaderLockError):
+    """Leadership, or the lease, was lost, so the command was stopped."""
+
+    exit_code = EXIT_LOST
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,9 @@ import click
 from pgleaderlock.cli._command import find_executable
 from pgleaderlock.cli._fenced import check_fenced, fenced_options, given, make_election
 from pgleaderlock.cli._logging import LEVELS, configure
-from pgleaderlock.cli._one_run import Ended, Job, OneRun
+from pgleaderlock.cli._one_run import CommandStopped, Ended, Job, NotWon, OneRun
 from pgleaderlock.cli._output import (
     DURATION,
-    EXIT_LOST,
-    EXIT_NOT_WON,
     LockKey,
     exit_code_for_signal,
     lock_options,
@@ -63,18 +61,6 @@ RETRY_BASE_S, RETRY_MAX_S = 0.2, 2.0
 # The command has ended: a server that does not answer must not hold up its exit code.
 SHUTDOWN_TIMEOUT_S = 5.0
 HOLDER_TIMEOUT_S = 2.0
-
-
-class NotWon(PgLeaderLockError):
-    """Somebody else leads. The command was not run."""
-
-    exit_code = EXIT_NOT_WON
-
-
-class LeadershipLost(PgLeaderLockError):
-    """The command was stopped, because this node no longer leads."""
-
-    exit_code = EXIT_LOST
 
 
 class Attempts:
@@ -357,7 +343,7 @@ def _outcome(run: OneRun) -> int:
     if not run.all_gone:
         _warn("a process of the command has survived SIGKILL and may still act")
     if run.lost:
-        raise LeadershipLost(f"lost leadership of {name}, so the command was stopped: {run.reason}")
+        raise CommandStopped(f"lost leadership of {name}, so the command was stopped: {run.reason}")
     assert run.exit_code is not None
     return run.exit_code
 

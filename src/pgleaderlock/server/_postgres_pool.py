@@ -21,6 +21,7 @@ import psycopg
 from pgleaderlock._clock import BOOT_CLOCK
 from pgleaderlock._conninfo import ConnectionSettings, Dsn
 from pgleaderlock._session import DedicatedSession
+from pgleaderlock._thread import settle
 from pgleaderlock.errors import PgLeaderLockError, SchemaError, UnsafeSessionError
 from pgleaderlock.retry import reconnect_jitter_s
 from pgleaderlock.server.store import StoreBusy, StoreError
@@ -195,7 +196,7 @@ class Pool:
         """Finish what is queued, then close every session."""
         self._stopping = True
         while self._idle:
-            _settle(self._idle.pop())
+            settle(self._idle.pop())
         workers, self._workers = self._workers, []
         await asyncio.gather(*workers, return_exceptions=True)
         for job in self._jobs:
@@ -222,7 +223,7 @@ class Pool:
             self._jobs.append(job)
             self._queued += len(job.operations)
             if self._idle:
-                _settle(self._idle.pop())
+                settle(self._idle.pop())
         return job.answer
 
     # --- The sessions
@@ -294,7 +295,7 @@ class Pool:
             _refuse(job, StoreError("the store is closing, and it is not known what came of this"))
             raise
         else:
-            _settle(job.answer, rows)
+            settle(job.answer, rows)
 
     async def _apply(self, link: _Link, batch: list[_Job]) -> None:
         try:
@@ -315,7 +316,7 @@ class Pool:
             begin = 0
             for job in batch:
                 end = begin + len(job.operations)
-                _settle(job.answer, rows[begin:end])
+                settle(job.answer, rows[begin:end])
                 begin = end
 
     async def _applied(self, link: _Link, batch: list[_Job]) -> list[Row]:
@@ -372,8 +373,3 @@ def _refuse(job: _Job, error: StoreError) -> None:
         # Whoever has gone does not ask for it, and that is not worth a warning.
         with contextlib.suppress(asyncio.CancelledError):
             job.answer.exception()
-
-
-def _settle(future: "asyncio.Future[Any]", value: Any = None) -> None:
-    if not future.done():
-        future.set_result(value)

@@ -208,7 +208,7 @@ def _file_system(folder: Path) -> str:
 
 def _refuse_strange(connection: apsw.Connection, path: Path) -> None:
     found = connection.execute("PRAGMA application_id").get
-    empty = connection.execute("SELECT count(*) = 0 FROM sqlite_schema").get
+    empty = connection.execute(sql("empty")).get
     if found != APPLICATION_ID and not empty:
         raise StoreError(f"{path} is a database of another program: choose another --store")
     if not empty:

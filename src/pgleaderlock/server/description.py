@@ -5,12 +5,12 @@ The types come from `wire`; here is what a type cannot say. Nothing is answered 
 Imports `wire` and `_http.openapi`. Must never describe a field.
 """
 
-import importlib.metadata
 from typing import Any
 
 import msgspec
 
 from pgleaderlock._http.openapi import Operation, Reply, document
+from pgleaderlock._version import VERSION
 from pgleaderlock.server import wire
 
 __all__ = ["OPERATIONS", "openapi_bytes", "openapi_document"]
@@ -183,11 +183,7 @@ OPERATIONS = (
 
 
 def openapi_document() -> dict[str, Any]:
-    try:
-        version = importlib.metadata.version("pgleaderlock")
-    except importlib.metadata.PackageNotFoundError:
-        version = "unknown"
-    info = {"title": "pgleaderlock lock server", "version": version}
+    info = {"title": "pgleaderlock lock server", "version": VERSION}
     described = document(info, OPERATIONS)
     # A union of types without a tag, which msgspec cannot have as a field's type.
     bodies = ("AcquireReply", "AcquireRefused", "RenewReply", "RenewRefused", "ReleaseReply", "ErrorReply")

@@ -22,12 +22,10 @@ from pgleaderlock.server.app import LockApp
 from pgleaderlock.server.description import openapi_bytes
 from pgleaderlock.server.metrics import Metrics
 from pgleaderlock.server.service import Service, ServiceLimits
-from pgleaderlock.server.store import Store, StoreError
+from pgleaderlock.server.store import LOCKS_MAX, WAITERS_MAX, Store, StoreError
 
-__all__ = ["LOCKS_MAX", "LockServer", "ServerError", "ServerSettings", "store_from_url"]
+__all__ = ["LockServer", "ServerError", "ServerSettings", "store_from_url"]
 
-LOCKS_MAX = 1_000_000
-WAITERS_MAX = 512
 _MOMENT_S = 0.1
 _ANSWER_S = 15.0
 """How long requests in flight have to be answered in at the end: longer than any statement of a store."""

@@ -23,6 +23,8 @@ from typing import Protocol
 import msgspec
 
 __all__ = [
+    "LOCKS_MAX",
+    "WAITERS_MAX",
     "Acquire",
     "Broken",
     "Granted",
@@ -43,6 +45,11 @@ __all__ = [
     "StoreFull",
     "Sweep",
 ]
+
+LOCKS_MAX = 1_000_000
+"""How many locks a store keeps unless it is told otherwise."""
+WAITERS_MAX = 10_000
+"""How many requests may wait in a store unless it is told otherwise: more than a server lets in."""
 
 # --- Operations. Names and ranges have been checked before they come here.
 

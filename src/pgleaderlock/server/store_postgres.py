@@ -30,6 +30,8 @@ from pgleaderlock.server._postgres_pool import Pool, store_error
 from pgleaderlock.server._postgres_waiting import ALIVE_MS, Waiting
 from pgleaderlock.server._postgres_wire import encoded, outcome_of, view_of
 from pgleaderlock.server.store import (
+    LOCKS_MAX,
+    WAITERS_MAX,
     Acquire,
     Broken,
     Granted,
@@ -45,14 +47,12 @@ from pgleaderlock.server.store import (
 
 __all__ = ["PostgresStore"]
 
-LOCKS_MAX = 1_000_000
 POOL_SIZE = 4
 STATEMENT_TIMEOUT_S = 5.0
 SWEEP_STEP = 1000
 SWEEP_STEPS_MAX = 1000
 SWEEP_S_CHEAP, SWEEP_PAUSE = 0.25, 20.0
 FREE_KEPT_S = 86_400.0
-WAITERS_MAX = 10_000
 # The server ends a session of ours that it has not heard of for this long in the middle of something.
 SILENCE_S = 15.0
 # As in lock_wake: each server has a channel of its own.

@@ -27,6 +27,8 @@ from pgleaderlock.server._sqlite_log import Log
 from pgleaderlock.server._sqlite_waiting import Ticket
 from pgleaderlock.server._sqlite_writer import Call, Cancel, Tick, Writer
 from pgleaderlock.server.store import (
+    LOCKS_MAX,
+    WAITERS_MAX,
     Acquire,
     Broken,
     Granted,
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["SqliteStore"]
 
 S = 1_000_000_000
-LOCKS_MAX = 1_000_000
-WAITERS_MAX = 10_000
 QUEUE_MAX = 20_000
 READS_MAX = 1_000
 FREE_KEPT_S = 24 * 60 * 60.0
