@@ -67,7 +67,7 @@ def test_ipv6_is_shown_in_brackets(store: str) -> None:
 
 
 def test_a_port_in_use_is_said_and_not_shared(tmp_path: Path) -> None:
-    # granian alone would listen beside the other one, and each would get some of the requests.
+    # With SO_REUSEPORT it would listen beside the other one, and each would get some of the requests.
     with lock_server(tmp_path) as first:
         done = command("serve", "--store", f"sqlite:///{tmp_path}/other.db", "--port", str(first.port))
     assert done.code == 2
@@ -131,7 +131,7 @@ def test_what_cannot_work_is_one_line_with_the_remedy(args: list[str], said: str
     assert SECRET not in done.err
 
 
-@pytest.mark.parametrize("missing", ["granian", "apsw"])
+@pytest.mark.parametrize("missing", ["httptools", "apsw"])
 def test_without_its_extra_it_says_what_to_install(missing: str, store: str) -> None:
     hide = (
         "import importlib.util as u; real = u.find_spec; "

@@ -746,7 +746,7 @@ def test_the_two_clients_have_the_same_methods_and_settings() -> None:
 def test_the_client_needs_nothing_but_the_standard_library_and_the_package_itself() -> None:
     code = """
 import sys
-for name in ("h11", "msgspec", "granian", "starlette", "apsw", "uvloop", "click", "rich", "loguru", "httpx"):
+for name in ("h11", "msgspec", "httptools", "starlette", "apsw", "uvloop", "click", "rich", "loguru", "httpx"):
     sys.modules[name] = None
 import pgleaderlock.client
 assert not [name for name in sys.modules if name.startswith(("pgleaderlock.server", "pgleaderlock._http"))]

@@ -20,7 +20,7 @@ import apsw
 import pytest
 
 from fakes import FakeClock
-from pgleaderlock.server import _sqlite_file, _sqlite_locks, store_sqlite
+from pgleaderlock.server import _sqlite_file, _sqlite_locks, _sqlite_writer, store_sqlite
 from pgleaderlock.server.store import (
     Acquire,
     Granted,
@@ -99,6 +99,12 @@ def stand_still_until(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+async def turns_of_the_loop(number: int) -> None:
+    """A request gathers with others for one turn before it is handed over."""
+    for _ in range(number):
+        await asyncio.sleep(0)
 
 
 def read(path: Path, query: str, *values: Any) -> Any:
@@ -855,7 +861,7 @@ async def test_a_lease_that_was_given_twice_stays_when_one_of_both_goes(opened: 
     async with opened() as store:
         gone = asyncio.create_task(store.wait(Acquire("job", "bob", 600_000, "key"), 600_000))
         again = asyncio.create_task(store.apply([Acquire("job", "bob", 600_000, "key")]))
-        await asyncio.sleep(0)
+        await turns_of_the_loop(2)
         stand_still_until(lambda: any(share.receivers == 2 for share in list(store._locks.fresh.values())))
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
@@ -874,7 +880,7 @@ async def test_a_lease_that_two_waited_for_with_one_key_ends_when_both_have_gone
             gone.append(asyncio.create_task(store.wait(Acquire("job", "bob", 600_000, "key"), 600_000)))
             await until_waiting(store, "job", number + 1)
         released = asyncio.create_task(store.apply([release_of(lease)]))
-        await asyncio.sleep(0)
+        await turns_of_the_loop(2)
         stand_still_until(lambda: any(share.tickets == 2 for share in list(store._locks.fresh.values())))
         for task in gone:
             task.cancel()
@@ -940,3 +946,106 @@ async def test_refusals_do_not_keep_the_log_from_starting_again(
             )
         pages = Path(f"{path}-wal").stat().st_size // _sqlite_file.PAGE_BYTES
         assert pages < 50 * 10
+
+
+# --- Which thread does it
+
+
+@pytest.fixture
+def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """One entry a transaction: whether the event loop's thread did it, and of how many items."""
+    seen: list[tuple[bool, int]] = []
+    real = _sqlite_writer.Writer._transact
+    loop_thread = threading.get_ident()
+
+    def transact(self: Any, group: list[Any], *, closing: bool) -> Any:
+        seen.append((threading.get_ident() == loop_thread, len(group)))
+        return real(self, group, closing=closing)
+
+    monkeypatch.setattr(_sqlite_writer.Writer, "_transact", transact)
+    return seen
+
+
+async def test_a_request_that_comes_alone_wakes_no_other_thread(
+    opened: OpenStore, transactions: list[tuple[bool, int]]
+) -> None:
+    async with opened() as store:
+        await store.apply([release_of(await acquired(store, "job"))])
+        assert transactions == [(True, 1), (True, 1)]
+
+
+async def test_requests_that_come_together_are_one_transaction_of_the_writers_thread(
+    opened: OpenStore, transactions: list[tuple[bool, int]]
+) -> None:
+    async with opened() as store:
+        async with Blocked(store):
+            tasks = [asyncio.create_task(acquired(store, f"job-{number}")) for number in range(64)]
+            await turns_of_the_loop(2)
+        await asyncio.gather(*tasks)
+        assert transactions == [(False, 1), (False, 64)], "the one that was in the way, and all of them"
+
+
+async def test_while_the_writers_thread_is_at_work_nobody_else_writes(
+    opened: OpenStore, transactions: list[tuple[bool, int]]
+) -> None:
+    async with opened() as store:
+        async with Blocked(store):
+            late = asyncio.create_task(acquired(store, "job"))
+            await turns_of_the_loop(2)
+            assert transactions == [(False, 1)]
+        await late
+        assert transactions == [(False, 1), (False, 1)]
+
+
+async def test_after_a_crowd_the_next_one_is_not_done_in_the_loop(
+    opened: OpenStore, transactions: list[tuple[bool, int]]
+) -> None:
+    async with opened() as store:
+        await asyncio.gather(*(acquired(store, f"job-{number}") for number in range(3)))
+        del transactions[:]
+        await acquired(store, "after")
+        await asyncio.to_thread(store._writer._turn.acquire)  # type: ignore[union-attr] # the thread has quite ended
+        store._writer._turn.release()  # type: ignore[union-attr]
+        await acquired(store, "and after that")
+        assert transactions == [(False, 1), (True, 1)]
+
+
+async def test_after_a_slow_disk_the_loop_does_not_stand_still_again(
+    opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sqlite_writer, "SLOW_S", 0.0)
+    async with opened() as store:
+        await acquired(store, "slow")
+        await acquired(store, "next")
+        assert transactions == [(True, 1), (False, 1)]
+
+
+async def test_what_was_asked_in_the_moment_of_a_close_is_answered(opened: OpenStore) -> None:
+    async with opened() as store:
+        asked = asyncio.create_task(acquired(store, "job"))
+        await turns_of_the_loop(1)
+        writer, done = store._writer, asyncio.get_running_loop().create_future()
+        assert writer is not None
+        writer.stop(done)
+        await done
+        assert (await asked).lock_name == "job"
+        store._writer = None
+        store._claim.give_up()
+        store._readers.shutdown()
+        store._reader.close()
+
+
+async def test_the_log_has_its_length_from_the_beginning_and_its_zeros_are_no_locks(
+    opened: OpenStore, path: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.db"
+    async with opened() as store:
+        length = Path(f"{path}-wal").stat().st_size
+        assert length > _sqlite_file.LOG_PAGES * _sqlite_file.PAGE_BYTES
+        lease = await acquired(store, "job")
+        assert Path(f"{path}-wal").stat().st_size == length, "a commit does not make it longer"
+        for suffix in ("", "-wal"):  # as a power cut would leave them
+            shutil.copy(f"{path}{suffix}", f"{copy}{suffix}")
+    async with opened(path=copy) as store:
+        assert (await store.get("job")).fencing_token == lease.fencing_token
+        assert (await store.get("job")).held

@@ -15,6 +15,7 @@ import msgspec
 __all__ = [
     "Answer",
     "ErrorReply",
+    "Message",
     "Receive",
     "Refusal",
     "Scope",
@@ -22,11 +23,13 @@ __all__ = [
     "answer_of",
     "echoed_request_id",
     "send_answer",
+    "start_of",
 ]
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 _JSON = b"application/json"
@@ -79,10 +82,15 @@ def _start(status: int, *more: Header, content_type: bytes = _JSON) -> dict[str,
 _PLAIN_STARTS = {status: _start(status) for status in (200, 409)}
 
 
-async def send_answer(send: Send, answer: Answer, request_id: bytes | None) -> None:
+def start_of(answer: Answer, request_id: bytes | None = None) -> Message:
+    """The message that begins an answer."""
     start = _PLAIN_STARTS.get(answer.status)
     if request_id is not None or start is None or answer.headers or answer.content_type is not _JSON:
         more = answer.headers if request_id is None else (*answer.headers, (b"x-request-id", request_id))
         start = _start(answer.status, *more, content_type=answer.content_type)
-    await send(start)
+    return start
+
+
+async def send_answer(send: Send, answer: Answer, request_id: bytes | None) -> None:
+    await send(start_of(answer, request_id))
     await send({"type": "http.response.body", "body": answer.body})

@@ -1,7 +1,7 @@
 """Reading what a client sends, and waiting for it, within limits: of size, of time, and until the server stops.
 
-granian's graceful stop waits for every request that has begun, so a client that sends half a body would hold it up for
-ever. Whoever waits for a client does it through `Waits`: it interrupts those that are late, and all of them at a stop.
+A graceful stop waits for every request that has begun, so a client that sends half a body would hold it up for ever.
+Whoever waits for a client does it through `Waits`: it interrupts those that are late, and all of them at a stop.
 One table and a sweep instead of a timer for each request: a timer costs more than the rest of reading a small body.
 
 Imports `answers`. Must never keep more of a body than the limit.
@@ -100,8 +100,6 @@ async def read_body(receive: Receive, waits: Waits, body_bytes_max: int) -> byte
             raise
         task.uncancel()
         raise (stopping() if why == _STOPPING else _too_slow(waits.body_timeout_s)) from None
-    except Exception as error:  # whatever granian raises for a body that is no HTTP, or a connection that is no more
-        raise ClientGone from error
     finally:
         waits.end(task)
     if message["type"] == "http.disconnect":

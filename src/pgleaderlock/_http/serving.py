@@ -1,13 +1,8 @@
-"""Serving an ASGI application with granian inside our own event loop, with our own signals and our own end.
+"""Serving an ASGI application inside our own event loop, with our own signals and our own end.
 
-Traps of granian 2.x that this file is about:
+We accept connections ourselves, one at a time, so that those beyond the limit wait in the kernel for their turn.
 
-- It listens with SO_REUSEPORT: two servers on one port would share the requests. We bind the socket, and hand it over.
-- Its graceful stop waits for every connection, one with half a header too, and for every request. What our application
-  waits for ends by itself (`bodies.Waits`); what is left after that is cut here.
-- It takes the descriptor over and closes it, so our socket object must let go of it.
-
-Imports granian. Must never touch signals: who serves decides when to stop.
+Imports `http1`. Must never touch signals: who serves decides when to stop.
 """
 
 import asyncio
@@ -15,25 +10,23 @@ import contextlib
 import errno
 import os
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from granian._granian import SocketHolder
-from granian.constants import HTTPModes, Interfaces, SSLProtocols
-from granian.http import HTTP1Settings
-from granian.server.embed import Server
-
+from pgleaderlock._http.http1 import App, Connection, Connections
+from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 
 __all__ = ["HttpServer", "ListenError", "ServingLimits", "Tls", "check_tls", "is_loopback", "listen"]
 
 _BACKLOG = 1024
 _FLUSH_S = 0.5
-"""How long granian has for writing out the last answers, before connections that say nothing are cut."""
+"""How long the last answers have for being written out, before what is left is cut."""
 _CUT_S = 2.0
-_DESCRIPTORS = Path("/dev/fd")
+_ACCEPT_AGAIN_S = 0.1
+_SWEEP_INTERVAL_S = 0.5
 
 
 class ListenError(PgLeaderLockError):
@@ -93,101 +86,104 @@ def _remedy(error: OSError) -> str:
             return os.strerror(error.errno) if error.errno else str(error)
 
 
-class _Server(Server):
-    """granian on a socket that is ours."""
-
-    def __init__(self, listening: socket.socket, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._listening = listening
-
-    def _init_shared_socket(self) -> None:
-        self._ssp = None
-        self._shd: Any = SocketHolder(self._listening.detach(), False, _BACKLOG)  # type: ignore[call-arg]
-
-
 class HttpServer:
     """One application on one socket. `start`, then `stop`, each once."""
 
     def __init__(
-        self,
-        app: Callable[..., Awaitable[None]],
-        listening: socket.socket,
-        limits: ServingLimits | None = None,
-        tls: Tls | None = None,
+        self, app: App, listening: socket.socket, limits: ServingLimits | None = None, tls: Tls | None = None
     ) -> None:
-        limits = limits or ServingLimits()
-        self._address = listening.getsockname()[:2]
-        self._server = _Server(
-            listening,
+        self._limits = limits or ServingLimits()
+        self._listening = listening
+        self._context = None if tls is None else _context(tls)
+        self._connections = Connections(
             app,
-            interface=Interfaces.ASGINL,
-            http=HTTPModes.http1,
-            websockets=False,
-            backlog=_BACKLOG,
-            backpressure=limits.connections_max,
-            http1_settings=HTTP1Settings(
-                header_read_timeout=int(limits.header_timeout_s * 1000), max_buffer_size=limits.header_bytes_max
-            ),
-            log_enabled=False,
-            **_tls_arguments(tls),
+            header_timeout_s=self._limits.header_timeout_s,
+            header_bytes_max=self._limits.header_bytes_max,
+            scheme="http" if tls is None else "https",
         )
-        self._serving: asyncio.Task[None] | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._log = get_logger("pgleaderlock.server")
 
     def start(self) -> None:
-        self._serving = asyncio.ensure_future(self._server.serve())
+        self._tasks = [asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._sweep())]
 
     async def ended(self) -> None:
         """Returns when serving has ended by itself, which it never should."""
-        assert self._serving is not None
-        await asyncio.wait([self._serving])
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
     async def stop(self, answered: Callable[[], Awaitable[None]]) -> None:
         """Accepts nothing more, waits for `answered()`, and ends every connection."""
-        assert self._serving is not None
-        self._server.stop()  # type: ignore[no-untyped-call]
+        self._tasks[0].cancel()
+        await asyncio.wait(self._tasks[:1])
+        self._listening.close()
+        self._connections.stop()
         await answered()
-        # Idle connections have been closed by granian; those that are left wait for the rest of a header.
-        done, _ = await asyncio.wait([self._serving], timeout=_FLUSH_S)
-        if not done:
-            self._cut_connections()
-            await asyncio.wait([self._serving], timeout=_CUT_S)
-        with contextlib.suppress(asyncio.CancelledError):
-            self._serving.cancel()
-            await self._serving
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_S):
+                await self._no_more_than(0)
+        self._connections.abort()
+        for task in (*self._handshakes, *self._tasks):
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CUT_S):
+                await self._no_more_than(0)
 
-    def _cut_connections(self) -> None:
-        """Shuts every socket of ours that was accepted here. granian gives no other way to end one."""
-        for descriptor in list(_DESCRIPTORS.iterdir()):
-            with contextlib.suppress(OSError, ValueError):
-                copy = os.dup(int(descriptor.name))
-                try:
-                    accepted = socket.socket(fileno=copy)
-                except OSError:  # no socket
-                    os.close(copy)
-                    continue
-                with accepted:
-                    if self._is_accepted(accepted):
-                        accepted.shutdown(socket.SHUT_RDWR)
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._no_more_than(self._limits.connections_max - 1)
+            try:
+                accepted, _ = await loop.sock_accept(self._listening)
+            except OSError as error:  # too many open files, or a client that has gone before its turn
+                self._log.warning("accept_failed", error=error)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
+            accepted.setblocking(False)
+            with contextlib.suppress(OSError):
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            task = loop.create_task(self._begin(accepted))
+            self._handshakes.add(task)
+            task.add_done_callback(self._begun)
 
-    def _is_accepted(self, candidate: socket.socket) -> bool:
-        if candidate.family not in (socket.AF_INET, socket.AF_INET6):
-            return False
-        candidate.getpeername()  # raises for the listening one
-        host, port = candidate.getsockname()[:2]
-        return port == self._address[1] and self._address[0] in (host, "0.0.0.0", "::")  # noqa: S104 - compared, not bound
+    async def _begin(self, accepted: socket.socket) -> None:
+        timeout_s = self._limits.header_timeout_s if self._context is not None else None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: Connection(self._connections), accepted, ssl=self._context, ssl_handshake_timeout=timeout_s
+            )
+        except BaseException as error:
+            accepted.close()
+            if not isinstance(error, OSError):  # a client that speaks no TLS, or has gone; ssl.SSLError is one
+                raise
+
+    def _begun(self, task: "asyncio.Task[None]") -> None:
+        self._handshakes.discard(task)
+        self._connections.fewer.set()
+
+    async def _no_more_than(self, number: int) -> None:
+        connections = self._connections
+        while len(connections.open) + len(self._handshakes) > number:
+            connections.fewer.clear()
+            await connections.fewer.wait()
+
+    async def _sweep(self) -> None:
+        interval_s = min(_SWEEP_INTERVAL_S, self._limits.header_timeout_s / 2)
+        while True:
+            await asyncio.sleep(interval_s)
+            self._connections.sweep()
 
 
-def _tls_arguments(tls: Tls | None) -> dict[str, Any]:
-    if tls is None:
-        return {}
-    return {"ssl_cert": tls.cert, "ssl_key": tls.key, "ssl_protocol_min": SSLProtocols.tls12}
+def _context(tls: Tls) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    context.load_cert_chain(tls.cert, tls.key, password="")
+    return context
 
 
 def check_tls(tls: Tls) -> None:
     """Raises `ConfigurationError` unless certificate and key can be read and belong together."""
-    import ssl  # noqa: PLC0415 - only needed with TLS.
-
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(tls.cert, tls.key, password="")
+        _context(tls)
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"--tls-cert {tls.cert} and --tls-key {tls.key} cannot be used: {error}") from error

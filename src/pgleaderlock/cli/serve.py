@@ -30,7 +30,7 @@ __all__ = ["serve"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-_NEEDED = ("apsw", "granian", "msgspec", "prometheus_client", "starlette", "uvloop")
+_NEEDED = ("apsw", "httptools", "msgspec", "prometheus_client", "starlette", "uvloop")
 _POSITIVE = DurationType(zero_allowed=False)
 _FILE = click.Path(path_type=Path)
 _COUNT = click.IntRange(min=1)

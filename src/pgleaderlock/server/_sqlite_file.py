@@ -38,6 +38,8 @@ SYNCHRONOUS = SYNCHRONOUS_FULL
 PAGE_BYTES = 1024  # a grant writes one page: with a million locks, small ones are a third faster
 CACHE_KIB = 64 * 1024
 LOG_PAGES = 4_000
+LOG_HEADER_BYTES = 32
+FRAME_HEADER_BYTES = 24
 BUSY_MS = 2000
 # SQLite's write-ahead log needs memory that all its users share, and locks that hold: neither crosses a network.
 NETWORK_FILE_SYSTEMS = frozenset({
@@ -145,7 +147,21 @@ def open_writer(path: Path, vfs: str | None) -> apsw.Connection:
             raise
     if fresh:
         _sync_folder(path.parent)
+    _make_room(Path(f"{path}-wal"))
     return connection
+
+
+def _make_room(log: Path) -> None:
+    """The log has its usual length from the beginning: a commit that makes a file longer takes twice the time.
+
+    What lies behind the last commit in a log is never read: zeros are no pages.
+    """
+    with contextlib.suppress(OSError), log.open("ab") as file:  # if it cannot be done, it grows by itself
+        missing_bytes = LOG_HEADER_BYTES + LOG_PAGES * (FRAME_HEADER_BYTES + PAGE_BYTES) - file.tell()
+        if missing_bytes > 0:
+            file.write(bytes(missing_bytes))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def open_reader(path: Path, vfs: str | None) -> apsw.Connection:

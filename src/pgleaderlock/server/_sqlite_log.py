@@ -20,7 +20,7 @@ COPY_FACTOR = 4
 
 
 class Log:
-    """`due()` after each commit, in the writer's thread. `copier` is a connection for the thread of this log alone."""
+    """`due()` after each commit, by whoever made it. `copier` is a connection for the thread of this log alone."""
 
     def __init__(self, writer: apsw.Connection, copier: apsw.Connection, pages_max: int) -> None:
         self._writer = writer
@@ -38,10 +38,15 @@ class Log:
         self._pages = pages
         return apsw.SQLITE_OK
 
+    @property
+    def overdue(self) -> bool:
+        """The writer itself has to copy, which takes a while."""
+        return self._pages >= COPY_FACTOR * self._pages_max
+
     def due(self) -> None:
         if self._pages < self._pages_max or not self._idle.is_set():
             return
-        if self._pages < COPY_FACTOR * self._pages_max:
+        if not self.overdue:
             self._idle.clear()
             self._asked.put(True)
         else:

@@ -7,6 +7,10 @@ takes them to the disk with it. A grant or a renewal that was taken back would b
 After a sync that failed, the system may hold for written what it has lost: releases, and with this gap in the log all
 that comes behind it. So the log is brought into the file first, which is synced by itself, and then starts again.
 
+A request that comes alone, while nothing else is to be done, is done on the event loop's own thread: to wake another
+one and to be woken by it takes longer than the rest. So the loop may stand still for one sync; after a slow one, and
+whenever there is more than one request, the thread does it.
+
 Imports apsw, the clock and its neighbours. Must never answer before the commit has returned, and never decide about a
 lock: the rules are in `_sqlite_locks`.
 """
@@ -72,6 +76,10 @@ class Stop:
 
 
 Item = Apply | Ticket | Call | Cancel | Tick | Stop
+SLOW_S = 0.005
+"""A transaction that took longer than this was not one for the loop's thread."""
+SLOW_REMEMBERED_S = 1.0
+
 Settle = Callable[[list[tuple["asyncio.Future[Any]", Any]], int | None], None]
 
 
@@ -100,8 +108,12 @@ class Writer:
         self._settle = settle
         self._identity = Identity(path)
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
-        self.put = self._items.put
-        self.queued = self._items.qsize
+        self._gathered: list[Apply] = []
+        self._outstanding = 0
+        self._crowded = False
+        self._slow_until = 0.0
+        self._turn = threading.Lock()
+        """Held by whichever thread uses the connection and the locks."""
         self._owed: list[Cancel] = []
         self._syncing = True
         self._log_doubtful = False
@@ -112,27 +124,76 @@ class Writer:
 
     def stop(self, done: "asyncio.Future[Any]") -> None:
         """Finishes what was put before; `done` is answered when the file is closed."""
-        self.put(Stop(done))
+        self._hand_over()
+        self._items.put(Stop(done))
 
     def join(self) -> None:
         self._thread.join()
 
+    # --- In the event loop
+
+    @property
+    def queued(self) -> int:
+        return len(self._gathered) + self._items.qsize()
+
+    def put(self, item: Item) -> None:
+        self._outstanding += 1
+        self._items.put(item)
+
+    def apply(self, request: Apply) -> None:
+        """Done together with all other requests that the loop has at hand."""
+        self._gathered.append(request)
+        if len(self._gathered) == 1:
+            self._loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        gathered, self._gathered = self._gathered, []
+        if len(gathered) == 1 and self._is_quiet() and self._turn.acquire(blocking=False):
+            try:
+                self._do_here(gathered[0])
+            finally:
+                self._turn.release()
+            return
+        self._crowded = len(gathered) > 1
+        for request in gathered:
+            self.put(request)
+
+    def _is_quiet(self) -> bool:
+        """Nothing is under way, nor was it crowded a moment ago, and nothing but a short transaction is to be done."""
+        busy = self._outstanding > 0 or self._crowded or self._log_doubtful or self._log.overdue
+        return not busy and self._loop.time() >= self._slow_until
+
+    def _do_here(self, request: Apply) -> None:
+        began = self._loop.time()
+        answers = self._transact([request], closing=False)
+        ended = self._loop.time()
+        if ended - began > SLOW_S:
+            self._slow_until = ended + SLOW_REMEMBERED_S
+        self._settle(answers, self._locks.room.next_due_ns)
+        self._log.due()
+
+    def _done(self, answers: list[tuple["asyncio.Future[Any]", Any]], due_ns: int | None, items: int) -> None:
+        self._outstanding -= items
+        self._settle(answers, due_ns)
+
     # --- In the thread
 
     def _work(self) -> None:
-        while True:
+        stop = None
+        while stop is None:
             group, stop = self._take()
-            answers = self._transact(group, closing=stop is not None)
-            if stop is not None:
-                self._log.close()
-                with contextlib.suppress(apsw.Error):  # what could not be copied into the file stays in its log
-                    self._connection.close(True)
-                answers.append((stop.future, None))
-            with contextlib.suppress(RuntimeError):  # the application's loop is gone, and nobody waits
-                self._loop.call_soon_threadsafe(self._settle, answers, self._locks.room.next_due_ns)
-            if stop is not None:
-                return
-            self._log.due()
+            with self._turn:
+                answers = self._transact(group, closing=stop is not None)
+                if stop is not None:
+                    self._log.close()
+                    with contextlib.suppress(apsw.Error):  # what could not be copied into the file stays in its log
+                        self._connection.close(True)
+                    answers.append((stop.future, None))
+                with contextlib.suppress(RuntimeError):  # the application's loop is gone, and nobody waits
+                    due_ns = self._locks.room.next_due_ns
+                    self._loop.call_soon_threadsafe(self._done, answers, due_ns, len(group))
+                if stop is None:
+                    self._log.due()
 
     def _take(self) -> tuple[list[Item], Stop | None]:
         """Waits for the first item; takes all that have gathered behind it, within bounds."""

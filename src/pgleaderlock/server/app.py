@@ -2,7 +2,7 @@
 
 Four routes are hot: acquire, renew, release and batch. They are found by splitting the path, decoded and encoded by
 msgspec, and answered with headers that are built once; everything else goes through Starlette's router. Whatever a
-handler raises becomes an answer here: nothing gets as far as granian, whose own answer would be a bare 500.
+handler raises becomes an answer here: what gets past it would end the connection without one.
 
 Imports `service`, `wire`, Starlette's router and what `_http` shares. Must never decide anything about
 locks.
@@ -119,7 +119,7 @@ class LockApp:
             text = "there is nothing at this path" if error.status_code == 404 else "not with this method"
             return answer_of(Refusal(error.status_code, text, *more))
         except ClientGone:
-            # Perhaps it only sends no more and still listens; and granian would answer 500 for us.
+            # Perhaps it only sends no more, and still listens.
             text = "the connection ended before the request was complete or its turn had come"
             return answer_of(Refusal(400, text, (b"connection", b"close")))
         except Exception as error:
@@ -199,8 +199,7 @@ class LockApp:
         ]
 
     async def _cold(self, scope: Scope, receive: Receive, caller: Caller) -> Answer:
-        # Still percent-encoded: Starlette would read the path as granian decoded it, where %2F has become a slash.
-        scope["path"] = scope["raw_path"].decode("latin-1")
+        # The path is still percent-encoded: in a decoded one, %2F would have become a slash.
         scope["caller"] = caller
         scope["app"] = self  # with it, the router raises for a wrong path or method instead of answering in plain text
 

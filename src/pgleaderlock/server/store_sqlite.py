@@ -1,8 +1,8 @@
 """The lock store in one SQLite file: for one server, durable at every answer.
 
-How it works: requests gather in a queue, one thread does all that have gathered in one transaction (`_sqlite_writer`),
-the rules are in `_sqlite_locks`, those who wait in `_sqlite_waiting`, the file itself in `_sqlite_file`. Reads have a
-thread and a connection of their own: they see whatever has been answered, and wait for no writer.
+How it works: requests gather, all that have gathered are done in one transaction (`_sqlite_writer`), the rules are in
+`_sqlite_locks`, those who wait in `_sqlite_waiting`, the file itself in `_sqlite_file`. Reads have a thread and a
+connection of their own: they see whatever has been answered, and wait for no writer.
 
 Time is the boot-time clock. After a restart every lease that was held counts for its full duration again, from the
 moment the file was opened: nobody's lease ends early, whatever the wall clock says.
@@ -182,7 +182,7 @@ class SqliteStore:
     async def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         writer = self._usable()
         future: asyncio.Future[list[Outcome]] = self._loop.create_future()
-        writer.put((future, operations))
+        writer.apply((future, operations))
         return await future
 
     async def wait(self, acquire: Acquire, wait_ms: int) -> Granted | Held | StoreFull:
@@ -307,7 +307,7 @@ class SqliteStore:
             raise StoreError(f"{self._path} is not open")
         if os.getpid() != self._pid:
             raise StoreError(f"{self._path} was opened before a fork: each process must open a store of its own")
-        if writer.queued() >= self._queue_max:
+        if writer.queued >= self._queue_max:
             raise StoreBusy(f"{self._queue_max} operations wait for the disk already: try again in a moment")
         return writer
 

@@ -1,0 +1,438 @@
+"""HTTP/1.1 on one connection: bytes become ASGI calls, and what the application sends becomes bytes.
+
+httptools reads the syntax, strictly. This module adds what a server needs around it: requests are answered one after
+the other in the order in which they came, everything has a bound, and a client gets to read its last answer.
+
+All of it happens on the event loop's own thread. A server that speaks HTTP in threads of its own costs every request
+two changes of thread, and one with a body four: more than an acquire takes beside its disk.
+
+Imports httptools, `answers` and the standard library. Must never keep more of a request than its bounds allow, and
+never answer out of turn.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import cast
+
+import httptools
+
+from pgleaderlock._http.answers import Message, Receive, Refusal, Scope, Send, answer_of, start_of
+from pgleaderlock._logging import get_logger
+
+__all__ = ["App", "Connection", "Connections"]
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+HEADER_LINES_MAX = 100
+BODY_BUFFER_BYTES_MAX = 256 * 1024
+"""How much of a body is kept for an application that has not read it yet: the rest waits in the kernel."""
+PIPELINE_MAX = 64
+LINGER_S = 1.0
+"""How long a client that still sends is listened to after its last answer, so that it gets to read that."""
+STALL_S = 30.0
+"""How long a client may take to read what has been written."""
+NEVER = float("inf")
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+_STATUS_LINES = {int(status): f"HTTP/1.1 {int(status)} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_ASGI = {"version": "3.0"}
+
+_log = get_logger("pgleaderlock.server")
+
+
+class Connections:
+    """All connections of a server, and what they share."""
+
+    def __init__(self, app: App, *, header_timeout_s: float, header_bytes_max: int, scheme: str) -> None:
+        self.app = app
+        self.header_timeout_s = header_timeout_s
+        self.header_bytes_max = header_bytes_max
+        self.scheme = scheme
+        self.loop = asyncio.get_running_loop()
+        self.open: set[Connection] = set()
+        self.stopping = False
+        self.fewer = asyncio.Event()
+        """Set whenever a connection has ended."""
+        self._date_s = 0
+        self._date = b""
+
+    def sweep(self) -> None:
+        """Ends those that are late: with a header, with reading their answer, or with leaving after the last one."""
+        now = self.loop.time()
+        for connection in [each for each in self.open if each.deadline <= now]:
+            connection.abort()
+
+    def stop(self) -> None:
+        """What has begun is answered, and then its connection is closed; the others are closed now."""
+        self.stopping = True
+        for connection in list(self.open):
+            connection.close_if_idle()
+
+    def abort(self) -> None:
+        for connection in list(self.open):
+            connection.abort()
+
+    def date(self) -> bytes:
+        now_s = int(time.time())
+        if now_s != self._date_s:
+            self._date_s, self._date = now_s, b"date: %s\r\n" % formatdate(now_s, usegmt=True).encode()
+        return self._date
+
+
+class Connection(asyncio.Protocol):
+    """One connection: takes requests apart, and begins each when the one before it has been answered."""
+
+    def __init__(self, shared: Connections) -> None:
+        self.shared = shared
+        self.deaf = False
+        """Nothing that comes is read any more."""
+        self._parser = httptools.HttpRequestParser(self)
+        self._in_head = False
+        self._head_bytes = 0
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._arriving: Exchange | None = None
+        self._answering: Exchange | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._waiting: deque[Exchange] = deque()
+        self._refusal: Refusal | None = None
+        """What came last is no request: said when those before it have been answered."""
+        self._ending = False
+        self._head_deadline = shared.loop.time() + shared.header_timeout_s
+        self._write_deadline = NEVER
+        self._writable: asyncio.Future[None] | None = None
+
+    @property
+    def deadline(self) -> float:
+        return min(self._head_deadline, self._write_deadline)
+
+    # --- From the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self._client = tuple(peer[:2]) if isinstance(peer, tuple) else None
+        self.shared.open.add(self)
+        self.close_if_idle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ending = self.deaf = True
+        self._waiting.clear()
+        self._client_has_gone()
+        self.resume_writing()
+        self.shared.open.discard(self)
+        self.shared.fewer.set()
+
+    def data_received(self, data: bytes) -> None:
+        if self.deaf:
+            return
+        if self._arriving is None:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._hear_no_more()  # answered as if it had not asked for it; what follows would be another protocol
+        except httptools.HttpParserError as error:
+            ours = error.__context__
+            self._hear_no_more(ours if isinstance(ours, Refusal) else Refusal(400, "this is not an HTTP/1.1 request"))
+        if self._in_head and self._head_bytes > self.shared.header_bytes_max:
+            self._hear_no_more(self._long_header())
+        if self._is_enough():
+            self.transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        # Who has closed and who only sends no more look the same: whoever waits for the client is told that it has
+        # gone, and the answer is written all the same. TLS knows no half of an end.
+        self._client_has_gone()
+        self._hear_no_more()
+        return not self._ending and self.shared.scheme == "http"
+
+    def pause_writing(self) -> None:
+        self._writable = self.shared.loop.create_future()
+        self._write_deadline = self.shared.loop.time() + STALL_S
+
+    def resume_writing(self) -> None:
+        self._write_deadline = NEVER
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    # --- From the parser
+
+    def on_message_begin(self) -> None:
+        self._in_head = True
+        self._url = b""
+        self._headers = []
+        self._head_left = self.shared.header_bytes_max
+        if self._answering is None:
+            self._head_deadline = self.shared.loop.time() + self.shared.header_timeout_s
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._head_left -= len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer: nobody here reads it
+        self._head_left -= len(name) + len(value) + 4
+        if self._head_left < 0:
+            raise self._long_header()
+        if len(self._headers) == HEADER_LINES_MAX:
+            raise Refusal(431, f"there are more than {HEADER_LINES_MAX} header lines")
+        self._headers.append((name.lower(), value.rstrip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        self._head_deadline = NEVER
+        path, _, query = _origin_form(self._url).partition(b"?")
+        parser = self._parser
+        version = parser.get_http_version()
+        scope: Scope = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": version,
+            "method": parser.get_method().decode("ascii"),
+            "scheme": self.shared.scheme,
+            "path": path.decode("latin-1"),
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": self._headers,
+            "client": self._client,
+        }
+        if version not in ("1.0", "1.1"):
+            raise Refusal(400, f"HTTP/1.1 is spoken here, not HTTP/{version}")
+        named = dict(self._headers)
+        if len(named) != len(self._headers) and sum(name == b"host" for name, _ in self._headers) > 1:
+            raise Refusal(400, "there is more than one Host header")
+        exchange = Exchange(self, scope, keep_alive=version == "1.1" and parser.should_keep_alive())
+        exchange.expects = version == "1.1" and named.get(b"expect", b"").lower() == b"100-continue"
+        self._arriving = exchange
+        self._waiting.append(exchange)
+        if self._answering is None:
+            self._begin_next()
+
+    def on_body(self, body: bytes) -> None:
+        if self._arriving is not None:
+            self._arriving.take(body)
+
+    def on_message_complete(self) -> None:
+        if self._arriving is not None:
+            self._arriving.complete = True
+            self._arriving.wake()
+            self._arriving = None
+
+    # --- One after the other
+
+    def _begin_next(self) -> None:
+        """The next request, or whatever this connection has come to."""
+        if self._waiting:
+            self._answering = exchange = self._waiting.popleft()
+            self._task = self.shared.loop.create_task(self._answer(exchange))
+        elif self._refusal is not None:
+            answer, self._refusal = answer_of(self._refusal), None
+            self.write_whole(start_of(answer), answer.body, close=True)
+            self._end(linger=True)
+        elif self.deaf:
+            self._end(linger=False)
+        else:
+            self._head_deadline = self.shared.loop.time() + self.shared.header_timeout_s
+            self.close_if_idle()
+
+    async def _answer(self, exchange: "Exchange") -> None:
+        try:
+            await self.shared.app(exchange.scope, exchange.receive, exchange.send)
+        except Exception as error:
+            _log.error("application_failed", error, path=exchange.scope["path"])
+        finally:
+            self._answering = None
+            if not exchange.answered:  # else a client would wait for ever
+                self.abort()
+            elif not exchange.complete or not exchange.keep_alive:
+                # The rest of a body that nobody wants is no request.
+                self._end(linger=not exchange.complete)
+            else:
+                self.read_on()
+                self._begin_next()
+
+    def read_on(self) -> None:
+        if not self.transport.is_closing() and not self._is_enough():
+            self.transport.resume_reading()
+
+    def _is_enough(self) -> bool:
+        """As much has come as is kept: the rest waits in the kernel."""
+        if self.deaf:
+            return False  # read to its end, and thrown away
+        buffered = 0 if self._arriving is None else len(self._arriving.body)
+        return buffered > BODY_BUFFER_BYTES_MAX or len(self._waiting) >= PIPELINE_MAX
+
+    def _client_has_gone(self) -> None:
+        for exchange in (self._answering, self._arriving, *self._waiting):
+            if exchange is not None:
+                exchange.gone = True
+                exchange.wake()
+
+    # --- Ending
+
+    def _long_header(self) -> Refusal:
+        return Refusal(431, f"the header is longer than {self.shared.header_bytes_max} bytes")
+
+    def _hear_no_more(self, refusal: Refusal | None = None) -> None:
+        if self.deaf:
+            return
+        self.deaf = True
+        self._refusal = refusal
+        if self._arriving is not None:  # its body ends in the middle
+            self._arriving.gone = True
+            self._arriving.wake()
+        if self._answering is None:
+            self._begin_next()
+
+    def _end(self, *, linger: bool) -> None:
+        """After the last answer. If the client still sends, the system would take that back from it at a mere close."""
+        self._ending = self.deaf = True
+        self._waiting.clear()
+        if linger and self.transport.can_write_eof():
+            self._head_deadline = self.shared.loop.time() + LINGER_S
+            self.transport.write_eof()
+            self.read_on()
+        else:
+            self.transport.close()
+
+    def close_if_idle(self) -> None:
+        """At a stop: whoever has sent nothing, or has had its answer."""
+        if self.shared.stopping and self._answering is None and not self._in_head:
+            self.transport.close()
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    # --- Writing
+
+    def write_whole(self, start: Message, body: bytes, *, close: bool, without_body: bool = False) -> None:
+        head = self._head(start, close=close)
+        head.append(b"content-length: %d\r\n\r\n" % len(body))
+        if not without_body:
+            head.append(body)
+        self.transport.write(b"".join(head))
+
+    def write_head(self, start: Message, *, chunked: bool, close: bool) -> None:
+        head = self._head(start, close=close)
+        head.append(b"transfer-encoding: chunked\r\n\r\n" if chunked else b"\r\n")
+        self.transport.write(b"".join(head))
+
+    def _head(self, start: Message, *, close: bool) -> list[bytes]:
+        head = [_STATUS_LINES[start["status"]], self.shared.date()]
+        head += [b"%s: %s\r\n" % header for header in start["headers"] if header[0] != b"connection"]
+        if close:
+            head.append(b"connection: close\r\n")
+        return head
+
+    async def writable(self) -> None:
+        if self._writable is not None:
+            await self._writable
+
+
+class Exchange:
+    """One request and its answer: the `scope`, `receive` and `send` of ASGI."""
+
+    __slots__ = (
+        "_body_given", "_connection", "_start", "_streaming", "_woken", "answered", "body", "complete", "expects",
+        "gone", "keep_alive", "scope",
+    )  # fmt: skip
+
+    def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
+        self.scope = scope
+        self.keep_alive = keep_alive
+        self.expects = False
+        self.body = bytearray()
+        self.complete = False
+        """All of the request has come."""
+        self.gone = False
+        """Nothing more comes, and perhaps nobody listens."""
+        self.answered = False
+        self._connection = connection
+        self._body_given = False
+        self._start: Message | None = None
+        self._streaming = False
+        self._woken: asyncio.Future[None] | None = None
+
+    def take(self, body: bytes) -> None:
+        if not self.answered:
+            self.body += body
+            self.wake()
+
+    def wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    async def receive(self) -> Message:
+        while not (self.body or self.complete or self.gone):
+            if self.expects:
+                self.expects = False
+                self._connection.transport.write(_CONTINUE)
+            await self._change()
+        if self.body or (self.complete and not self._body_given):
+            body = bytes(self.body)
+            self.body.clear()
+            self._body_given = self.complete
+            if not self.complete:
+                self._connection.read_on()
+            return {"type": "http.request", "body": body, "more_body": not self.complete}
+        while not (self.gone or self.answered):
+            await self._change()
+        return {"type": "http.disconnect"}
+
+    async def _change(self) -> None:
+        self._woken = self._connection.shared.loop.create_future()
+        await self._woken
+
+    async def send(self, message: Message) -> None:
+        if self._start is None:
+            self._start = message
+            if not self.complete or self._connection.shared.stopping or (b"connection", b"close") in message["headers"]:
+                self.keep_alive = False
+            return
+        body, more = message["body"], message.get("more_body", False)
+        connection = self._connection
+        if not self._streaming and not more:
+            connection.write_whole(
+                self._start, body, close=not self.keep_alive, without_body=self.scope["method"] == "HEAD"
+            )
+        else:
+            self._stream(body, more=more)
+        if not more:
+            self.answered = True
+            self.wake()
+        await connection.writable()
+
+    def _stream(self, body: bytes, *, more: bool) -> None:
+        assert self._start is not None
+        chunked = self.scope["http_version"] == "1.1"
+        connection = self._connection
+        if not self._streaming:
+            self._streaming = True
+            connection.write_head(self._start, chunked=chunked, close=not self.keep_alive)
+        if self.scope["method"] == "HEAD":
+            return
+        if body:
+            connection.transport.write(b"%x\r\n%s\r\n" % (len(body), body) if chunked else body)
+        if chunked and not more:
+            connection.transport.write(_LAST_CHUNK)
+
+
+def _origin_form(target: bytes) -> bytes:
+    """Path and query of a target that may name the server too, as one sent to a proxy does."""
+    if target[:1] == b"/":
+        return target
+    scheme, separator, rest = target.partition(b"://")
+    if not separator or scheme.lower() not in (b"http", b"https"):
+        return target
+    slash = rest.find(b"/")
+    return rest[slash:] if slash >= 0 else b"/"
