@@ -5,11 +5,12 @@ The writers are pgbench's, so that the server is measured and not Python; what t
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import psycopg
 
-from bench.harness import Figure, median, percentile
-from bench.pgbench import run_pgbench, tps
+from bench.harness import Figure, in_turns, median, percentile, ratio
+from bench.pgbench import one_line, run_pgbench, tps
 from pgleaderlock._sql import statement
 from pgleaderlock.keys import key_pair
 from pgleaderlock.migrate import migrate
@@ -91,7 +92,7 @@ async def throughput(dsn: str) -> Figure:
         await run_pgbench(dsn, "-i", "-q", "-s", str(SCALE))
         # As from the second transaction of a connection on: the holder is compared in the first only.
         values = {"role": f"'{ROLE}'", "epoch": epoch, "namespace": "'pgleaderlock'", "holder": "NULL"}
-        fence = _one_line(statement("fence").decode()) % {**values, "idle_timeout": "'10000ms'"}
+        fence = one_line(statement("fence").decode()) % {**values, "idle_timeout": "'10000ms'"}
         update = (await run_pgbench(dsn, "--show-script=tpcb-like")).replace(":scale", str(SCALE))
         insert = f"BEGIN;\n{_WRITE}\nCOMMIT;"
         # Beside the figure: a statement that does nothing in the fence's place, the price of the round trip alone;
@@ -103,28 +104,23 @@ async def throughput(dsn: str) -> Figure:
             "insert": insert,
             "insert, fenced": _after_begin(insert, fence),
         }
-        rates: dict[str, list[float]] = {name: [] for name in scripts}
-        for block in range(BLOCKS + 1):
-            for name, script in scripts.items():
-                measured = await tps(dsn, script, THROUGHPUT_WRITERS, BLOCK_S)
-                if block:  # the first one warms up
-                    rates[name].append(measured)
+        rates = await in_turns({name: _rate(dsn, script) for name, script in scripts.items()}, BLOCKS)
     finally:
         await leader.close()
-
-    def ratio(name: str, base: str = "update") -> float:
-        return median([mine / other for mine, other in zip(rates[name], rates[base], strict=True)])
-
     return Figure(
         f"fenced transactions/s over unfenced, {THROUGHPUT_WRITERS} writers",
         f"{median(rates['update, fenced']):,.0f}/s",
         f"unfenced {median(rates['update']):,.0f}/s (pgbench's default script, {BLOCKS} blocks of {BLOCK_S} s each);"
-        f" with SELECT 1 in its place {ratio('update, SELECT 1'):.2f} ×;"
-        f" a lone insert {ratio('insert, fenced', 'insert'):.2f} × of {median(rates['insert']):,.0f}/s",
-        ratio("update, fenced"),
+        f" with SELECT 1 in its place {ratio(rates['update, SELECT 1'], rates['update']):.2f} ×;"
+        f" a lone insert {ratio(rates['insert, fenced'], rates['insert']):.2f} × of {median(rates['insert']):,.0f}/s",
+        ratio(rates["update, fenced"], rates["update"]),
         0.8,
         at_least=True,
     )
+
+
+def _rate(dsn: str, script: str) -> Callable[[int], Awaitable[float]]:
+    return lambda _block: tps(dsn, script, THROUGHPUT_WRITERS, BLOCK_S)
 
 
 async def bump(dsn: str) -> Figure:
@@ -169,7 +165,3 @@ async def _until_writing(dsn: str) -> None:
 
 def _after_begin(script: str, statement: str) -> str:
     return script.replace("BEGIN;", f"BEGIN;\n{statement};")
-
-
-def _one_line(sql: str) -> str:
-    return " ".join(sql.split())

@@ -1,10 +1,13 @@
-"""What the figures share: how a result is written down, and how percentiles are taken. Imports the standard library."""
+"""What the figures share: how a result is written down, how two sides take turns, and how percentiles are taken.
+
+Imports the standard library.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Figure", "median", "percentile"]
+__all__ = ["Figure", "in_turns", "median", "percentile", "ratio"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +44,22 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def median(values: Sequence[float]) -> float:
     return percentile(values, 50)
+
+
+async def in_turns(sides: Mapping[str, Callable[[int], Awaitable[float]]], blocks: int) -> dict[str, list[float]]:
+    """What each side measures, block by block and side by side, so that the machine's moods meet all of them alike.
+
+    Each is given the number of its block. The first block, 0, warms up and does not count.
+    """
+    measured: dict[str, list[float]] = {name: [] for name in sides}
+    for block in range(blocks + 1):
+        for name, side in sides.items():
+            value = await side(block)
+            if block:
+                measured[name].append(value)
+    return measured
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the blocks' ratios."""
+    return median([mine / other for mine, other in zip(ours, theirs, strict=True)])

@@ -9,7 +9,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from pgleaderlock.embedded import find_binaries
 
-__all__ = ["run_pgbench", "tps"]
+__all__ = ["one_line", "run_pgbench", "tps"]
 
 
 async def tps(dsn: str, script: str, writers: int, duration_s: int) -> float:
@@ -39,3 +39,8 @@ async def run_pgbench(dsn: str, *arguments: str) -> str:
     output = (await process.communicate())[0].decode()
     assert process.returncode == 0, output
     return output
+
+
+def one_line(sql: str) -> str:
+    """A statement as a script of pgbench's has it."""
+    return " ".join(sql.split())

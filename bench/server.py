@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 from redis import Redis
 
-from bench.harness import Figure, median, percentile
+from bench.harness import Figure, in_turns, median, percentile, ratio
 from bench.peers import Wrk, etcd, lock_server, redis
-from bench.pgbench import tps
+from bench.pgbench import one_line, tps
 from pgleaderlock._sql import statement
 from pgleaderlock.client import AsyncLockClient, LockClient
 from pgleaderlock.server.store import Acquire, Granted, Store
@@ -90,19 +90,17 @@ end
 
 async def acquire(_dsn: str) -> list[Figure]:
     """Durable grants through HTTP: one a request, fifty a request, and etcd's lock API, in blocks that alternate."""
-    single, batched, peer = [], [], []
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         store = f"sqlite:///{folder}/locks.db"
         # The batches alone make more than a million of them.
         async with lock_server(store, "--max-locks", "100000000") as (url, _pid), etcd() as etcd_url:
-            for block in range(BLOCKS + 1):
-                one = await Wrk(_ACQUIRE % (TTL_MS, f"a{block}")).run(url, CONNECTIONS, BLOCK_S)
-                many = await Wrk(_BATCH % (BATCH, f"b{block}", TTL_MS)).run(url, CONNECTIONS, BLOCK_S)
-                theirs = await Wrk(_ETCD % f"e{block}").run(etcd_url, CONNECTIONS, BLOCK_S)
-                if block:  # the first one warms up
-                    single.append(one)
-                    batched.append(many * BATCH)
-                    peer.append(theirs)
+            sides = {
+                "single": lambda block: Wrk(_ACQUIRE % (TTL_MS, f"a{block}")).run(url, CONNECTIONS, BLOCK_S),
+                "batched": lambda block: Wrk(_BATCH % (BATCH, f"b{block}", TTL_MS)).run(url, CONNECTIONS, BLOCK_S),
+                "etcd": lambda block: Wrk(_ETCD % f"e{block}").run(etcd_url, CONNECTIONS, BLOCK_S),
+            }
+            rates = await in_turns(sides, BLOCKS)
+    single, batched, peer = rates["single"], [rate * BATCH for rate in rates["batched"]], rates["etcd"]
     how = f"wrk, {CONNECTIONS} connections, {BLOCKS} blocks of {BLOCK_S} s, each lock a new one"
     return [
         Figure(
@@ -121,7 +119,7 @@ async def acquire(_dsn: str) -> list[Figure]:
             "durable acquires/s over etcd's lock API",
             f"{median(single):,.0f}/s",
             f"etcd {median(peer):,.0f}/s in the same run, a lease for each lock there too",
-            median([mine / other for mine, other in zip(single, peer, strict=True)]),
+            ratio(single, peer),
             3.0,
             at_least=True,
         ),
@@ -132,28 +130,27 @@ async def postgres(dsn: str) -> Figure:
     """Acquires through the PostgreSQL store, and pgbench sending its very statement, in blocks that alternate."""
     store = PostgresStore(dsn)
     await store.open()
-    ours, theirs = [], []
     try:
-        call = _one_line(statement("locks_apply").decode()) % {
+        call = one_line(statement("locks_apply").decode()) % {
             "server_id": "'bench'",
             "operations": "jsonb_build_array(jsonb_build_object('kind', 'acquire', 'lock', 'pgbench-' || :n, "
             "'owner', 'me', 'lease', 'lease-' || :n, 'ms', 600000))",
             "room": "1000000",
         }
         script = f"\\set n random(1, 1000000000)\n{call};\n"
-        for block in range(PG_BLOCKS + 1):
-            mine = await _store_rate(store, f"s{block}")
-            other = await tps(dsn, script, PG_CLIENTS, PG_BLOCK_S)
-            if block:  # the first one warms up
-                ours.append(mine)
-                theirs.append(other)
+        sides = {
+            "ours": lambda block: _store_rate(store, f"s{block}"),
+            "pgbench": lambda _block: tps(dsn, script, PG_CLIENTS, PG_BLOCK_S),
+        }
+        rates = await in_turns(sides, PG_BLOCKS)
     finally:
         await store.close()
+    ours, theirs = rates["ours"], rates["pgbench"]
     return Figure(
         "acquires/s through the PostgreSQL store over pgbench",
         f"{median(ours):,.0f}/s",
         f"pgbench with the same statement {median(theirs):,.0f}/s; {PG_CLIENTS} clients each",
-        median([mine / other for mine, other in zip(ours, theirs, strict=True)]),
+        ratio(ours, theirs),
         0.5,
         at_least=True,
     )
@@ -179,7 +176,6 @@ async def _store_rate(store: Store, prefix: str) -> float:
 
 async def cycle(_dsn: str) -> Figure:
     """Acquire and release, one blocking client after the other in turns: ours, and redis-py's Lock."""
-    ours, theirs = [], []
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         async with lock_server(f"sqlite:///{folder}/locks.db") as (url, _pid), redis() as port:
 
@@ -199,16 +195,17 @@ async def cycle(_dsn: str) -> Figure:
                         lock.release()
                     return CYCLES / (time.perf_counter() - began)
 
-            for block in range(CYCLE_BLOCKS + 1):
-                mine, other = await asyncio.to_thread(our_block), await asyncio.to_thread(their_block)
-                if block:
-                    ours.append(mine)
-                    theirs.append(other)
+            sides = {
+                "ours": lambda _block: asyncio.to_thread(our_block),
+                "redis-py": lambda _block: asyncio.to_thread(their_block),
+            }
+            rates = await in_turns(sides, CYCLE_BLOCKS)
+    ours, theirs = rates["ours"], rates["redis-py"]
     return Figure(
         "acquire + release cycles/s of one client over redis-py's",
         f"{median(ours):,.0f}/s",
         f"redis-py Lock (AOF always) {median(theirs):,.0f}/s; {CYCLE_BLOCKS} blocks of {CYCLES} cycles each",
-        median([mine / other for mine, other in zip(ours, theirs, strict=True)]),
+        ratio(ours, theirs),
         1.0,
         at_least=True,
     )
@@ -320,7 +317,3 @@ async def _malformed(port: int, data: bytes) -> None:
             await reader.read()
         finally:
             writer.close()
-
-
-def _one_line(sql: str) -> str:
-    return " ".join(sql.split())

@@ -10,7 +10,7 @@ import pytest
 
 from pgleaderlock.client import LockClient
 from support.lockserver import LockServerProcess, lock_server
-from support.program import PATIENCE_S, Program, environment
+from support.program import PATIENCE_S, Program, environment, started
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "lock_server_job.py"
 DONE, SERVER, NOT_WON, LOST = 0, 2, 75, 76
@@ -22,20 +22,8 @@ def server(tmp_path: Path) -> Iterator[LockServerProcess]:
         yield running
 
 
-@contextlib.contextmanager
-def example(url: str, folder: Path) -> Iterator[Program]:
-    env = {"PGLEADERLOCK_SERVER": url, "REPORTS": str(folder)}
-    process = subprocess.Popen(
-        [sys.executable, EXAMPLE], env=environment(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        yield Program(process)
-    finally:
-        process.kill()
-        process.wait(PATIENCE_S)
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+def example(url: str, folder: Path) -> contextlib.AbstractContextManager[Program]:
+    return started([sys.executable, str(EXAMPLE)], {"PGLEADERLOCK_SERVER": url, "REPORTS": str(folder)})
 
 
 def test_the_job_is_done_and_the_lock_is_free_again(server: LockServerProcess, tmp_path: Path) -> None:

@@ -8,10 +8,8 @@ import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from urllib.parse import urlencode
 
 import pytest
-from psycopg.conninfo import conninfo_to_dict
 
 from conftest import StartServer
 from pgleaderlock.client import (
@@ -25,7 +23,7 @@ from pgleaderlock.client import (
 )
 from proxy import Proxy
 from support.counts import count
-from support.lockserver import LockServerProcess, lock_server
+from support.lockserver import LockServerProcess, lock_server, postgres_url
 from support.program import PATIENCE_S, command
 
 
@@ -388,8 +386,7 @@ async def test_the_death_of_one_of_two_servers_is_not_noticed_by_those_who_hold_
 ) -> None:
     dsn = throwaway_postgres().dsn
     assert command("migrate", "--dsn", dsn).code == 0
-    parts = {key: str(value) for key, value in conninfo_to_dict(dsn).items()}
-    store = f"postgresql:///{parts.pop('dbname')}?{urlencode(parts)}"
+    store = postgres_url(dsn)
     with contextlib.ExitStack() as stack:
         one, two = (stack.enter_context(lock_server(tmp_path, store=store)) for _ in range(2))
         async with AsyncLockClient([one.url, two.url]) as client, client.lock(name, 20.0, interval_s=0.1) as lease:

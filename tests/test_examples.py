@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import urllib.request
@@ -28,7 +27,7 @@ from psycopg.conninfo import make_conninfo
 import pgleaderlock
 from pgleaderlock import key_pair, sync
 from pgleaderlock.cli._output import EXIT_LOST, EXIT_NOT_WON, EXIT_USAGE
-from support.program import PATIENCE_S, Program, environment
+from support.program import PATIENCE_S, Program, started
 from support.server_side import holders, terminate
 
 PROJECT = Path(__file__).parents[1]
@@ -41,22 +40,6 @@ KILLED_BY_TERM = 128 + signal.SIGTERM
 
 
 # -- running them -----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def started(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[Program]:
-    """A process with exactly these variables of ours, ended with the test. Its output is what it is listened to by."""
-    process = subprocess.Popen(
-        argv, env=environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        yield Program(process)
-    finally:
-        process.kill()
-        process.wait(PATIENCE_S)
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import pytest
 
 from conftest import StartServer
 from support.counts import count
-from support.lockserver import LockServerProcess, lock_server
+from support.lockserver import LockServerProcess, lock_server, postgres_url
 from support.program import Program, running
 
 SEED = 5
@@ -50,7 +50,7 @@ def test_clients_go_on_when_one_of_three_servers_on_one_database_is_killed(
     database = throwaway_postgres().dsn
     report = tmp_path / "report.json"
     with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(lock_server(tmp_path, store=_url(database))) for _ in range(3)]
+        servers = [stack.enter_context(lock_server(tmp_path, store=postgres_url(database))) for _ in range(3)]
         options = ("--clients", "24", "--locks", "6", "--ttl", "1s", "--failrate", "0.05")
         with _load(report, servers, *options) as program:
             program.until(" op/s", "out", times=3)
@@ -80,9 +80,3 @@ def test_a_server_that_is_killed_again_and_again_breaks_no_promise(tmp_path: Pat
             found = _ended(program, report)
     assert found["counts"]["acquired"] >= count(20, 1_000)
     assert found["counts"]["errors"] > 0  # against an empty proof: the kills were felt
-
-
-def _url(dsn: str) -> str:
-    """The store's address, from a DSN of key words."""
-    parts = dict(part.split("=", 1) for part in dsn.split())
-    return f"postgresql://{parts['user']}:{parts['password']}@{parts['host']}:{parts['port']}/{parts['dbname']}"

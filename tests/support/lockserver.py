@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+from psycopg.conninfo import conninfo_to_dict
 
 from support.program import PATIENCE_S, Program, running
 
@@ -185,3 +188,9 @@ def raw(path: str, body: bytes, *headers: str, length: int | None = None) -> byt
 
 def renews(server: LockServerProcess, lock: str, lease: dict[str, Any]) -> bool:
     return server.ask("POST", f"/v1/locks/{lock}/renew", {**lease, "extend_by_ms": 1000}).status == 200
+
+
+def postgres_url(dsn: str) -> str:
+    """A `--store` on this database, from a DSN of key words."""
+    parts = {key: quote(str(value), safe="") for key, value in conninfo_to_dict(dsn).items()}
+    return f"postgresql://{parts['user']}:{parts['password']}@{parts['host']}:{parts['port']}/{parts['dbname']}"

@@ -10,7 +10,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -95,13 +95,17 @@ def command(*args: str, env: Mapping[str, str] | None = None) -> Done:
 
 @contextlib.contextmanager
 def running(*args: str, env: Mapping[str, str] | None = None, code: str = "") -> Iterator[Program]:
-    """Runs one command line beside the test; at the end it is killed if it still runs. `code` runs before it."""
+    """Runs one command line beside the test. `code` runs before it."""
+    argv = [sys.executable, "-c", f"{code}\nfrom pgleaderlock.cli import main\nmain({list(args)!r})"]
+    with started(argv, env or {}) as program:
+        yield program
+
+
+@contextlib.contextmanager
+def started(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[Program]:
+    """A process with exactly these variables of ours; at the end it is killed if it still runs."""
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{code}\nfrom pgleaderlock.cli import main\nmain({list(args)!r})"],
-        env=environment(env or {}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        argv, env=environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
         yield Program(process)
