@@ -2,17 +2,38 @@
 
 import asyncio
 import contextlib
+import inspect
 import re
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import uvloop
 
 from pgleaderlock._http import http1
-from pgleaderlock._http.serving import HttpServer, ServingLimits, listen
+from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, listen
 
 PATIENCE_S = 20.0
 App = Callable[[Any, Any, Any], Any]
+
+
+def both_loops(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Our servers run on uvloop; a program of somebody else's may not."""
+
+    def run(loop_factory: Callable[[], asyncio.AbstractEventLoop], **given: Any) -> None:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(test(**given))
+
+    asked = inspect.signature(test)
+    loop = inspect.Parameter("loop_factory", inspect.Parameter.KEYWORD_ONLY)
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    run.__signature__ = asked.replace(parameters=[*asked.parameters.values(), loop])  # type: ignore[attr-defined]
+    run.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
+    loops = [pytest.param(asyncio.new_event_loop, id="asyncio"), pytest.param(uvloop.new_event_loop, id="uvloop")]
+    both: Callable[..., None] = pytest.mark.parametrize("loop_factory", loops)(run)
+    return both
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -42,6 +63,10 @@ class Client:
     def send(self, data: bytes) -> None:
         self.writer.write(data)
 
+    def deafen(self) -> None:
+        """Reads nothing any more."""
+        cast("asyncio.Transport", self.writer.transport).pause_reading()
+
     async def rest(self) -> bytes:
         """Everything until the server closes."""
         return await asyncio.wait_for(self.reader.read(), PATIENCE_S)
@@ -50,29 +75,38 @@ class Client:
         return await asyncio.wait_for(self.reader.readuntil(end), PATIENCE_S)
 
 
-@contextlib.asynccontextmanager
-async def serving(app: App, **limits: Any) -> AsyncIterator[Callable[..., Any]]:
-    """Gives a function that connects and sends."""
-    listening = listen("127.0.0.1", 0)
-    address = listening.getsockname()
-    server = HttpServer(app, listening, ServingLimits(**limits))
-    server.start()
-    clients: list[Client] = []
+class Connect:
+    """Connects to a server, and sends."""
 
-    async def connect(data: bytes = b"") -> Client:
-        client = Client(*await asyncio.open_connection(*address))
-        clients.append(client)
+    def __init__(self, server: HttpServer, address: tuple[str, int]) -> None:
+        self.server = server
+        self.clients: list[Client] = []
+        self._address = address
+
+    async def __call__(self, data: bytes = b"") -> Client:
+        client = Client(*await asyncio.open_connection(*self._address))
+        self.clients.append(client)
         client.send(data)
         return client
 
-    async def answered() -> None:
-        pass
+    async def nobody_left(self) -> None:
+        await asyncio.wait_for(self.server._no_more_than(0), PATIENCE_S)
 
+
+async def answered() -> None:
+    pass
+
+
+@contextlib.asynccontextmanager
+async def serving(app: App, tls: Tls | None = None, **limits: Any) -> AsyncIterator[Connect]:
+    listening = listen("127.0.0.1", 0)
+    connect = Connect(HttpServer(app, listening, ServingLimits(**limits), tls), listening.getsockname())
+    connect.server.start()
     try:
         yield connect
     finally:
-        await server.stop(answered)
-        for client in clients:
+        await connect.server.stop(answered)
+        for client in connect.clients:
             client.writer.close()
             with contextlib.suppress(OSError):
                 await client.writer.wait_closed()
@@ -96,8 +130,11 @@ def get(path: str, *lines: str, method: str = "GET", version: str = "1.1") -> by
 
 CLOSE = "Connection: close"
 CHUNKED = "Transfer-Encoding: chunked"
+# As Java's HttpClient asks by default.
+H2C = "Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"
 
 
+@both_loops
 async def test_requests_sent_in_one_go_are_answered_in_their_order() -> None:
     turns: list[str] = []
     first_may_end = asyncio.Event()
@@ -129,10 +166,13 @@ async def test_requests_sent_in_one_go_are_answered_in_their_order() -> None:
         (get("/", CLOSE, CHUNKED, method="POST") + b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n", b"POST /? abcde"),
         (get("/", CLOSE, CHUNKED, method="POST") + b"1\r\na\r\n0\r\nHost: there\r\n\r\n", b"POST /? a"),
         (get("/", "Upgrade: h2c", "Connection: Upgrade, close"), b"GET /? "),
+        (get("/", H2C, "Content-Length: 3", method="POST") + b"abc", b"POST /? abc"),
+        (get("/", H2C, CHUNKED, method="POST") + b"3\r\nabc\r\n0\r\n\r\n", b"POST /? abc"),
         (get("/", version="1.0"), b"GET /? "),
         (get("/", "Connection: keep-alive", version="1.0"), b"GET /? "),
     ],
 )  # fmt: skip
+@both_loops
 async def test_what_is_a_request_is_understood(sent: bytes, told: bytes) -> None:
     async with serving(echo) as connect:
         whole = await connect(sent)
@@ -162,6 +202,7 @@ async def test_what_is_a_request_is_understood(sent: bytes, told: bytes) -> None
         (get("/" + "a" * 20_000), 431, b"the header is longer than 16384 bytes"),
     ],
 )
+@both_loops
 async def test_what_is_no_request_is_answered_and_ends_the_connection(sent: bytes, status: int, text: bytes) -> None:
     async with serving(echo) as connect:
         for before, answers in ((b"", []), (get("/good"), [(200, b"GET /good? ")])):
@@ -171,12 +212,32 @@ async def test_what_is_no_request_is_answered_and_ends_the_connection(sent: byte
             assert text in body
 
 
+@both_loops
+async def test_what_comes_behind_a_request_for_another_protocol_is_no_request() -> None:
+    async with serving(echo) as connect:
+        client = await connect(get("/", H2C) + get("/behind"))
+        answer = await client.rest()
+        assert bodies(answer) == [(200, b"GET /? ")]
+        assert b"connection: close" in answer
+
+
+@both_loops
 async def test_a_header_that_never_ends_is_refused_when_it_is_too_long() -> None:
     async with serving(echo) as connect:
         client = await connect(b"GET / HTTP/1.1\r\nA: " + b"b" * 20_000)
         assert bodies(await client.rest())[0][0] == 431
 
 
+@pytest.mark.parametrize("trailer", [b"A: " + b"b" * 40_000, b"A: b\r\n" * 5_000])
+@both_loops
+async def test_what_follows_a_body_in_chunks_has_a_bound_too(trailer: bytes) -> None:
+    async with serving(echo) as connect:
+        client = await connect(get("/", CHUNKED, method="POST") + b"1\r\na\r\n0\r\n" + trailer)
+        assert bodies(await client.rest())[-1][0] in (200, 431)
+        await connect.nobody_left()
+
+
+@both_loops
 async def test_a_chunk_that_is_none_ends_the_request_as_if_the_client_had_gone() -> None:
     async with serving(echo) as connect:
         client = await connect(get("/", "Transfer-Encoding: chunked", method="POST") + b"zz\r\n")
@@ -184,6 +245,7 @@ async def test_a_chunk_that_is_none_ends_the_request_as_if_the_client_had_gone()
         assert first == (200, b"POST /? "), "the application was told of the end"
 
 
+@both_loops
 async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
     async with serving(echo) as connect:
         client = await connect(get("/", "Expect: 100-continue", "Content-Length: 3", CLOSE, method="POST"))
@@ -192,6 +254,7 @@ async def test_a_client_that_waits_for_leave_to_send_its_body_gets_it() -> None:
         assert bodies(await client.rest()) == [(200, b"POST /? abc")]
 
 
+@both_loops
 async def test_a_client_that_still_sends_gets_to_read_why_it_is_refused() -> None:
     length = 3_000_000
     async with serving(deaf) as connect:
@@ -201,6 +264,7 @@ async def test_a_client_that_still_sends_gets_to_read_why_it_is_refused() -> Non
         assert b"connection: close" in answer
 
 
+@both_loops
 async def test_a_body_that_nobody_reads_does_not_fill_the_memory() -> None:
     began, go = asyncio.Event(), asyncio.Event()
 
@@ -228,6 +292,7 @@ async def _send_all(client: Client, length: int) -> None:
         await client.writer.drain()
 
 
+@both_loops
 async def test_the_answer_to_head_has_no_body_and_the_next_one_is_read_right() -> None:
     async with serving(echo) as connect:
         client = await connect(get("/", method="HEAD") + get("/next", CLOSE))
@@ -237,6 +302,7 @@ async def test_the_answer_to_head_has_no_body_and_the_next_one_is_read_right() -
         assert bodies(rest) == [(200, b"GET /next? ")]
 
 
+@both_loops
 async def test_a_client_that_sends_no_more_is_answered_all_the_same() -> None:
     async with serving(echo) as connect:
         client = await connect(get("/"))
@@ -244,6 +310,7 @@ async def test_a_client_that_sends_no_more_is_answered_all_the_same() -> None:
         assert bodies(await client.rest()) == [(200, b"GET /? ")]
 
 
+@both_loops
 async def test_who_waits_for_the_client_is_told_that_it_has_gone() -> None:
     gone = asyncio.Event()
 
@@ -259,6 +326,7 @@ async def test_who_waits_for_the_client_is_told_that_it_has_gone() -> None:
         await asyncio.wait_for(gone.wait(), PATIENCE_S)
 
 
+@both_loops
 async def test_a_stream_arrives_piece_by_piece() -> None:
     pieces: asyncio.Queue[bytes] = asyncio.Queue()
 
@@ -278,6 +346,7 @@ async def test_a_stream_arrives_piece_by_piece() -> None:
         assert await client.rest() == b"0\r\n\r\n"
 
 
+@both_loops
 async def test_who_does_not_read_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http1, "STALL_S", 0.2)
     cut = asyncio.Event()
@@ -292,10 +361,11 @@ async def test_who_does_not_read_its_answer_is_cut_off(monkeypatch: pytest.Monke
 
     async with serving(app) as connect:
         client = await connect(get("/"))
-        client.writer.transport.pause_reading()
+        client.deafen()
         await asyncio.wait_for(cut.wait(), PATIENCE_S)
 
 
+@both_loops
 async def test_an_application_that_fails_leaves_nobody_waiting() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise RuntimeError("a defect")
@@ -304,3 +374,152 @@ async def test_an_application_that_fails_leaves_nobody_waiting() -> None:
         client = await connect(get("/"))
         with contextlib.suppress(ConnectionResetError):
             assert await client.rest() == b""
+
+
+@both_loops
+async def test_a_connection_on_which_nothing_more_comes_is_closed() -> None:
+    async with serving(echo, header_timeout_s=0.2) as connect:
+        client = await connect(get("/"))
+        assert bodies(await client.rest()) == [(200, b"GET /? ")]
+
+
+@both_loops
+async def test_a_request_that_takes_its_time_is_not_cut_off_by_the_headers_limit() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.8)  # there is no signal for a sweep that does nothing: longer than two of them
+        await echo(scope, receive, send)
+
+    async with serving(app, header_timeout_s=0.2) as connect:
+        client = await connect(get("/", CLOSE))
+        assert bodies(await client.rest()) == [(200, b"GET /? ")]
+
+
+@both_loops
+async def test_who_is_refused_and_does_not_leave_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http1, "LINGER_S", 0.2)
+    async with serving(deaf) as connect:
+        client = await connect(get("/", "Content-Length: 100", method="POST") + b"the rest never comes")
+        await client.until(b"too long")
+        await connect.nobody_left()
+
+
+@both_loops
+async def test_who_does_not_read_a_short_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http1, "STALL_S", 0.2)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * 200_000})
+
+    async with serving(app) as connect:
+        client = await connect()
+        client.deafen()
+        client.send(get("/") * 60 + get("/", CLOSE))
+        await connect.nobody_left()
+
+
+@both_loops
+async def test_a_stream_ends_when_its_client_has_gone() -> None:
+    ended = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):  # much more than is kept for a client that does not read
+            await send({"type": "http.response.body", "body": b"x" * 1_000_000, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        ended.set()
+
+    async with serving(app) as connect:
+        client = await connect(get("/"))
+        await client.until(b"\r\n\r\n")
+        client.writer.transport.abort()
+        await asyncio.wait_for(ended.wait(), PATIENCE_S)
+        await connect.nobody_left()
+
+
+@both_loops
+async def test_a_client_that_has_gone_is_no_failure_of_the_application(caplog: pytest.LogCaptureFixture) -> None:
+    told, ended = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        told.set()
+        assert (await receive())["type"] == "http.disconnect"
+        await asyncio.sleep(0)
+        await echo(scope, receive, send)
+        ended.set()
+
+    async with serving(app) as connect:
+        client = await connect(get("/"))
+        await told.wait()
+        client.writer.transport.abort()
+        await asyncio.wait_for(ended.wait(), PATIENCE_S)
+        await connect.nobody_left()
+    assert [record.message for record in caplog.records if record.levelname in ("ERROR", "WARNING")] == []
+
+
+@both_loops
+async def test_many_requests_and_bodies_behind_one_that_waits_are_kept_within_bounds() -> None:
+    go = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await go.wait()
+        await echo(scope, receive, send)
+
+    body = b"x" * 100_000
+    sent = get("/", f"Content-Length: {len(body)}", method="POST") + body
+    async with serving(app) as connect:
+        client = await connect()
+        sending = asyncio.create_task(_send_each(client, [get("/")] * 1_000 + [sent] * 100 + [get("/", CLOSE)]))
+        await asyncio.wait([sending], timeout=0.3)
+        (connection,) = connect.server._connections.open
+        kept = sum(len(exchange.body) for exchange in connection._waiting)
+        assert len(connection._waiting) <= http1.PIPELINE_MAX + http1.PIECE_BYTES // len(get("/"))
+        assert kept <= http1.BODY_BUFFER_BYTES_MAX + http1.PIECE_BYTES
+        go.set()
+        answers = bodies(await client.rest())
+        await sending
+        assert [len(answer[1]) for answer in answers] == [7] * 1_000 + [8 + len(body)] * 100 + [7]
+
+
+async def _send_each(client: Client, parts: list[bytes]) -> None:
+    for part in parts:
+        client.send(part)
+        await client.writer.drain()
+
+
+@both_loops
+async def test_an_accept_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = asyncio.get_running_loop().sock_accept
+    failures = iter([OSError(24, "Too many open files"), OSError(103, "Software caused connection abort")])
+
+    class Loop:
+        async def sock_accept(self, listening: Any) -> Any:
+            error = next(failures, None)
+            if error is not None:
+                raise error
+            return await real(listening)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(loop, name)
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr("pgleaderlock._http.serving.asyncio.get_running_loop", Loop)
+    async with serving(echo) as connect:
+        monkeypatch.undo()
+        client = await connect(get("/", CLOSE))
+        assert bodies(await client.rest()) == [(200, b"GET /? ")]
+
+
+@both_loops
+async def test_a_handshake_that_never_ends_takes_nobodys_place(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    subprocess.run([*made, "-subj", "/CN=here", "-keyout", key, "-out", cert], check=True, capture_output=True)  # noqa: ASYNC221
+    async with serving(echo, Tls(cert, key), header_timeout_s=0.3, connections_max=1) as connect:
+        silent = await connect()
+        assert await silent.rest() == b""
+        no_tls = await connect(get("/"))
+        with contextlib.suppress(ConnectionResetError):
+            await no_tls.rest()
+        await connect.nobody_left()

@@ -20,7 +20,7 @@ import apsw
 import pytest
 
 from fakes import FakeClock
-from pgleaderlock.server import _sqlite_file, _sqlite_locks, _sqlite_writer, store_sqlite
+from pgleaderlock.server import _sqlite_file, _sqlite_locks, _sqlite_log, _sqlite_writer, store_sqlite
 from pgleaderlock.server.store import (
     Acquire,
     Granted,
@@ -963,6 +963,7 @@ def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
         return real(self, group, closing=closing)
 
     monkeypatch.setattr(_sqlite_writer.Writer, "_transact", transact)
+    monkeypatch.setattr(_sqlite_writer, "SLOW_S", float("inf"))  # however slow this machine's disk is now
     return seen
 
 
@@ -1013,22 +1014,79 @@ async def test_after_a_crowd_the_next_one_is_not_done_in_the_loop(
 async def test_after_a_slow_disk_the_loop_does_not_stand_still_again(
     opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_sqlite_writer, "SLOW_S", 0.0)
     async with opened() as store:
+        await acquired(store, "fast")
+        monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
         await acquired(store, "slow")
         await acquired(store, "next")
-        assert transactions == [(True, 1), (False, 1)]
+        assert transactions == [(True, 1), (True, 1), (False, 1)]
+
+
+async def test_a_disk_that_is_slow_in_the_thread_is_not_tried_in_the_loop(
+    opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as store:
+        monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
+        await store.check()
+        await acquired(store, "next")
+        assert transactions == [(False, 1), (False, 1)]
+
+
+async def test_to_copy_the_log_is_never_the_loops_work(
+    opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied_by: list[int] = []
+    monkeypatch.setattr(_sqlite_log, "_copy", lambda connection: copied_by.append(threading.get_ident()))
+    monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 2)
+    async with opened() as store:
+        for turn in range(40):
+            await acquired(store, f"job-{turn}")
+        assert (True, 1) in transactions
+    assert copied_by
+    assert threading.get_ident() not in copied_by
+
+
+async def test_who_was_cancelled_before_its_turn_gets_nothing(opened: OpenStore) -> None:
+    async with opened() as store:
+        gone = asyncio.create_task(store.apply([Acquire("job", "bob", 600_000)]))
+        await turns_of_the_loop(1)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert not (await store.get("job")).held
+
+
+async def test_a_store_whose_writer_has_ended_says_so(opened: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened() as store:
+        writer = store._writer
+        assert writer is not None
+        with monkeypatch.context() as broken:
+            broken.setattr(type(writer), "alive", False)
+            with pytest.raises(StoreError, match="restart the server"):
+                await store.apply([Acquire("job", "bob", 600_000)])
+
+
+async def test_a_link_to_the_file_is_the_file(opened: OpenStore, path: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.db"
+    link.symlink_to(path)
+    async with opened(path=link) as store:
+        await acquired(store, "job")
+        beside = {entry.name for entry in tmp_path.iterdir()}
+        assert not {name for name in beside if name.startswith("link.db-")}
+        with pytest.raises(StoreError, match="in use by another lock server"):
+            await SqliteStore(path).open()
 
 
 async def test_what_was_asked_in_the_moment_of_a_close_is_answered(opened: OpenStore) -> None:
     async with opened() as store:
-        asked = asyncio.create_task(acquired(store, "job"))
-        await turns_of_the_loop(1)
-        writer, done = store._writer, asyncio.get_running_loop().create_future()
+        writer, loop = store._writer, asyncio.get_running_loop()
         assert writer is not None
-        writer.stop(done)
+        asked, done = loop.create_future(), loop.create_future()
+        async with Blocked(store):
+            writer.apply((asked, [Acquire("job", "bob", 600_000)]))
+            writer.stop(done)
         await done
-        assert (await asked).lock_name == "job"
+        assert asked.done()
+        assert isinstance(asked.result()[0], Granted)
         store._writer = None
         store._claim.give_up()
         store._readers.shutdown()

@@ -31,12 +31,15 @@ HEADER_LINES_MAX = 100
 BODY_BUFFER_BYTES_MAX = 256 * 1024
 """How much of a body is kept for an application that has not read it yet: the rest waits in the kernel."""
 PIPELINE_MAX = 64
+PIECE_BYTES = 8 * 1024
+"""How much is parsed at once: the parser itself cannot be stopped when enough has come."""
 LINGER_S = 1.0
 """How long a client that still sends is listened to after its last answer, so that it gets to read that."""
 STALL_S = 30.0
 """How long a client may take to read what has been written."""
 NEVER = float("inf")
 
+_FRAMING = (b"content-length", b"transfer-encoding")
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _STATUS_LINES = {int(status): f"HTTP/1.1 {int(status)} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -92,10 +95,13 @@ class Connection(asyncio.Protocol):
         self.deaf = False
         """Nothing that comes is read any more."""
         self._parser = httptools.HttpRequestParser(self)
+        self._unparsed = b""
         self._in_head = False
-        self._head_bytes = 0
+        self._unread_bytes = 0
+        """What the parser was given since it last gave something: a line without an end, of whatever kind."""
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
+        self._declining = False
         self._arriving: Exchange | None = None
         self._answering: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
@@ -103,6 +109,7 @@ class Connection(asyncio.Protocol):
         self._refusal: Refusal | None = None
         """What came last is no request: said when those before it have been answered."""
         self._ending = False
+        self._lost = False
         self._head_deadline = shared.loop.time() + shared.header_timeout_s
         self._write_deadline = NEVER
         self._writable: asyncio.Future[None] | None = None
@@ -121,29 +128,43 @@ class Connection(asyncio.Protocol):
         self.close_if_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._ending = self.deaf = True
+        self._ending = self.deaf = self._lost = True
         self._waiting.clear()
+        self._refusal = None
         self._client_has_gone()
         self.resume_writing()
         self.shared.open.discard(self)
         self.shared.fewer.set()
 
     def data_received(self, data: bytes) -> None:
+        self._unparsed += data
+        self._parse()
+
+    def _parse(self) -> None:
+        while self._unparsed and not self.deaf and not self._is_enough():
+            piece, self._unparsed = self._unparsed[:PIECE_BYTES], self._unparsed[PIECE_BYTES:]
+            self._unread_bytes += len(piece)
+            try:
+                self._parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._decline_upgrade(piece[upgrade.args[0] :])
+            except httptools.HttpParserError as error:
+                ours = error.__context__
+                other = Refusal(400, "this is not an HTTP/1.1 request")
+                self._hear_no_more(ours if isinstance(ours, Refusal) else other)
+            if self._unread_bytes > self.shared.header_bytes_max:
+                self._hear_no_more(self._long_header())
         if self.deaf:
-            return
-        if self._arriving is None:
-            self._head_bytes += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._hear_no_more()  # answered as if it had not asked for it; what follows would be another protocol
-        except httptools.HttpParserError as error:
-            ours = error.__context__
-            self._hear_no_more(ours if isinstance(ours, Refusal) else Refusal(400, "this is not an HTTP/1.1 request"))
-        if self._in_head and self._head_bytes > self.shared.header_bytes_max:
-            self._hear_no_more(self._long_header())
-        if self._is_enough():
+            self._unparsed = b""
+        elif self._is_enough():
             self.transport.pause_reading()
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """The parser leaves out the body of a request that asks for another protocol. A new one, which knows nothing of
+        it but its framing, reads that; what comes behind it is left out indeed."""
+        framing = [b"%s: %s\r\n" % header for header in self._headers if header[0] in _FRAMING]
+        self._parser = httptools.HttpRequestParser(_BodyReader(self))
+        self._unparsed = b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n", rest, self._unparsed))
 
     def eof_received(self) -> bool:
         # Who has closed and who only sends no more look the same: whoever waits for the client is told that it has
@@ -177,18 +198,18 @@ class Connection(asyncio.Protocol):
         self._head_left -= len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:
-            return  # a trailer: nobody here reads it
         self._head_left -= len(name) + len(value) + 4
         if self._head_left < 0:
             raise self._long_header()
+        if not self._in_head:
+            return  # a trailer: nobody here reads it
         if len(self._headers) == HEADER_LINES_MAX:
             raise Refusal(431, f"there are more than {HEADER_LINES_MAX} header lines")
         self._headers.append((name.lower(), value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._head_bytes = 0
+        self._unread_bytes = 0
         self._head_deadline = NEVER
         path, _, query = _origin_form(self._url).partition(b"?")
         parser = self._parser
@@ -211,7 +232,9 @@ class Connection(asyncio.Protocol):
         named = dict(self._headers)
         if len(named) != len(self._headers) and sum(name == b"host" for name, _ in self._headers) > 1:
             raise Refusal(400, "there is more than one Host header")
-        exchange = Exchange(self, scope, keep_alive=version == "1.1" and parser.should_keep_alive())
+        self._declining = parser.should_upgrade()
+        again = version == "1.1" and parser.should_keep_alive() and not self._declining
+        exchange = Exchange(self, scope, keep_alive=again)
         exchange.expects = version == "1.1" and named.get(b"expect", b"").lower() == b"100-continue"
         self._arriving = exchange
         self._waiting.append(exchange)
@@ -219,10 +242,16 @@ class Connection(asyncio.Protocol):
             self._begin_next()
 
     def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
         if self._arriving is not None:
             self._arriving.take(body)
 
     def on_message_complete(self) -> None:
+        if not self._declining:
+            self.complete()
+
+    def complete(self) -> None:
+        self._unread_bytes = 0
         if self._arriving is not None:
             self._arriving.complete = True
             self._arriving.wake()
@@ -256,20 +285,24 @@ class Connection(asyncio.Protocol):
                 self.abort()
             elif not exchange.complete or not exchange.keep_alive:
                 # The rest of a body that nobody wants is no request.
-                self._end(linger=not exchange.complete)
+                self._end(linger=not exchange.complete or bool(self._waiting or self._unparsed))
             else:
-                self.read_on()
                 self._begin_next()
+                self.read_on()
 
     def read_on(self) -> None:
-        if not self.transport.is_closing() and not self._is_enough():
-            self.transport.resume_reading()
+        if not self.transport.is_closing():
+            self._parse()
+            if not self._is_enough():
+                self.transport.resume_reading()
 
     def _is_enough(self) -> bool:
         """As much has come as is kept: the rest waits in the kernel."""
         if self.deaf:
             return False  # read to its end, and thrown away
-        buffered = 0 if self._arriving is None else len(self._arriving.body)
+        buffered = sum(len(exchange.body) for exchange in self._waiting)
+        if self._answering is not None:
+            buffered += len(self._answering.body)
         return buffered > BODY_BUFFER_BYTES_MAX or len(self._waiting) >= PIPELINE_MAX
 
     def _client_has_gone(self) -> None:
@@ -298,34 +331,44 @@ class Connection(asyncio.Protocol):
         """After the last answer. If the client still sends, the system would take that back from it at a mere close."""
         self._ending = self.deaf = True
         self._waiting.clear()
+        if self._lost:
+            return
+        self._head_deadline = self.shared.loop.time() + (LINGER_S if linger else STALL_S)
         if linger and self.transport.can_write_eof():
-            self._head_deadline = self.shared.loop.time() + LINGER_S
-            self.transport.write_eof()
-            self.read_on()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has cut it a moment ago
+                self.transport.abort()
+            else:
+                self.read_on()
         else:
             self.transport.close()
 
     def close_if_idle(self) -> None:
         """At a stop: whoever has sent nothing, or has had its answer."""
-        if self.shared.stopping and self._answering is None and not self._in_head:
-            self.transport.close()
+        if self.shared.stopping and self._answering is None and not self._in_head and not self._ending:
+            self._end(linger=False)
 
     def abort(self) -> None:
         self.transport.abort()
 
     # --- Writing
 
+    def write(self, data: bytes) -> None:
+        if not self._lost:  # to a client that has gone there is nothing to say; uvloop would raise, asyncio warn
+            self.transport.write(data)
+
     def write_whole(self, start: Message, body: bytes, *, close: bool, without_body: bool = False) -> None:
         head = self._head(start, close=close)
         head.append(b"content-length: %d\r\n\r\n" % len(body))
         if not without_body:
             head.append(body)
-        self.transport.write(b"".join(head))
+        self.write(b"".join(head))
 
     def write_head(self, start: Message, *, chunked: bool, close: bool) -> None:
         head = self._head(start, close=close)
         head.append(b"transfer-encoding: chunked\r\n\r\n" if chunked else b"\r\n")
-        self.transport.write(b"".join(head))
+        self.write(b"".join(head))
 
     def _head(self, start: Message, *, close: bool) -> list[bytes]:
         head = [_STATUS_LINES[start["status"]], self.shared.date()]
@@ -337,6 +380,20 @@ class Connection(asyncio.Protocol):
     async def writable(self) -> None:
         if self._writable is not None:
             await self._writable
+        elif self._lost:
+            await asyncio.sleep(0)  # who writes on and on must not keep the loop to itself
+
+
+class _BodyReader:
+    """What a parser is given that reads the body of one request for a connection, and nothing behind it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.on_body = connection.on_body
+
+    def on_message_complete(self) -> None:
+        self._connection.complete()
+        self._connection.deaf = True
 
 
 class Exchange:
@@ -376,15 +433,16 @@ class Exchange:
         while not (self.body or self.complete or self.gone):
             if self.expects:
                 self.expects = False
-                self._connection.transport.write(_CONTINUE)
+                self._connection.write(_CONTINUE)
             await self._change()
         if self.body or (self.complete and not self._body_given):
             body = bytes(self.body)
             self.body.clear()
+            more = not self.complete
             self._body_given = self.complete
-            if not self.complete:
-                self._connection.read_on()
-            return {"type": "http.request", "body": body, "more_body": not self.complete}
+            if more:
+                self._connection.read_on()  # which may bring the rest, for the next call
+            return {"type": "http.request", "body": body, "more_body": more}
         while not (self.gone or self.answered):
             await self._change()
         return {"type": "http.disconnect"}
@@ -422,9 +480,9 @@ class Exchange:
         if self.scope["method"] == "HEAD":
             return
         if body:
-            connection.transport.write(b"%x\r\n%s\r\n" % (len(body), body) if chunked else body)
+            connection.write(b"%x\r\n%s\r\n" % (len(body), body) if chunked else body)
         if chunked and not more:
-            connection.transport.write(_LAST_CHUNK)
+            connection.write(_LAST_CHUNK)
 
 
 def _origin_form(target: bytes) -> bytes:

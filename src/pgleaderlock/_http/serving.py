@@ -108,8 +108,11 @@ class HttpServer:
         self._tasks = [asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._sweep())]
 
     async def ended(self) -> None:
-        """Returns when serving has ended by itself, which it never should."""
-        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        """Returns when serving has ended; raises what it has ended with, which should never happen."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if not task.cancelled():
+                task.result()
 
     async def stop(self, answered: Callable[[], Awaitable[None]]) -> None:
         """Accepts nothing more, waits for `answered()`, and ends every connection."""
@@ -146,10 +149,12 @@ class HttpServer:
             task.add_done_callback(self._begun)
 
     async def _begin(self, accepted: socket.socket) -> None:
-        timeout_s = self._limits.header_timeout_s if self._context is not None else None
+        timeouts: dict[str, float] = {}
+        if self._context is not None:
+            timeouts = {"ssl_handshake_timeout": self._limits.header_timeout_s, "ssl_shutdown_timeout": _CUT_S}
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self._connections), accepted, ssl=self._context, ssl_handshake_timeout=timeout_s
+                lambda: Connection(self._connections), accepted, ssl=self._context, **timeouts
             )
         except BaseException as error:
             accepted.close()

@@ -79,8 +79,11 @@ Item = Apply | Ticket | Call | Cancel | Tick | Stop
 SLOW_S = 0.005
 """A transaction that took longer than this was not one for the loop's thread."""
 SLOW_REMEMBERED_S = 1.0
+SLOW_FACTOR = 50
+"""After a transaction that hung, the loop tries again so many times later: it loses a fiftieth of its time at most."""
 
-Settle = Callable[[list[tuple["asyncio.Future[Any]", Any]], int | None], None]
+Answers = list[tuple["asyncio.Future[Any]", Any]]
+Settle = Callable[[Answers, int | None], None]
 
 
 class Writer:
@@ -133,6 +136,10 @@ class Writer:
     # --- In the event loop
 
     @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
     def queued(self) -> int:
         return len(self._gathered) + self._items.qsize()
 
@@ -147,7 +154,9 @@ class Writer:
             self._loop.call_soon(self._hand_over)
 
     def _hand_over(self) -> None:
-        gathered, self._gathered = self._gathered, []
+        # Whoever was cancelled meanwhile wants nothing any more.
+        gathered = [request for request in self._gathered if not request[0].cancelled()]
+        self._gathered.clear()
         if len(gathered) == 1 and self._is_quiet() and self._turn.acquire(blocking=False):
             try:
                 self._do_here(gathered[0])
@@ -164,16 +173,24 @@ class Writer:
         return not busy and self._loop.time() >= self._slow_until
 
     def _do_here(self, request: Apply) -> None:
-        began = self._loop.time()
+        began = time.monotonic()
         answers = self._transact([request], closing=False)
-        ended = self._loop.time()
-        if ended - began > SLOW_S:
-            self._slow_until = ended + SLOW_REMEMBERED_S
+        self._remember(time.monotonic() - began)
         self._settle(answers, self._locks.room.next_due_ns)
-        self._log.due()
+        if self._log.overdue:
+            self.put(Tick())  # to copy the log takes a while: the thread does it after whatever it does
+        else:
+            self._log.due()
 
-    def _done(self, answers: list[tuple["asyncio.Future[Any]", Any]], due_ns: int | None, items: int) -> None:
+    def _remember(self, took_s: float) -> None:
+        """Whoever did it: a disk that is slow in the thread would be slow in the loop."""
+        if took_s > SLOW_S:
+            self._slow_until = self._loop.time() + max(SLOW_REMEMBERED_S, SLOW_FACTOR * took_s)
+
+    def _done(self, answers: Answers, due_ns: int | None, items: int, took_s: float) -> None:
         self._outstanding -= items
+        if items == 1:
+            self._remember(took_s)
         self._settle(answers, due_ns)
 
     # --- In the thread
@@ -183,6 +200,7 @@ class Writer:
         while stop is None:
             group, stop = self._take()
             with self._turn:
+                began = time.monotonic()
                 answers = self._transact(group, closing=stop is not None)
                 if stop is not None:
                     self._log.close()
@@ -190,8 +208,8 @@ class Writer:
                         self._connection.close(True)
                     answers.append((stop.future, None))
                 with contextlib.suppress(RuntimeError):  # the application's loop is gone, and nobody waits
-                    due_ns = self._locks.room.next_due_ns
-                    self._loop.call_soon_threadsafe(self._done, answers, due_ns, len(group))
+                    due_ns, took_s = self._locks.room.next_due_ns, time.monotonic() - began
+                    self._loop.call_soon_threadsafe(self._done, answers, due_ns, len(group), took_s)
                 if stop is None:
                     self._log.due()
 
@@ -213,7 +231,7 @@ class Writer:
         except queue.Empty:
             return group, None
 
-    def _transact(self, group: list[Item], *, closing: bool) -> list[tuple["asyncio.Future[Any]", Any]]:
+    def _transact(self, group: list[Item], *, closing: bool) -> Answers:
         """One transaction for the group. If it cannot be committed, nobody of it is told of anything but that."""
         locks = self._locks
         before = locks.rows, locks.held
@@ -309,9 +327,7 @@ class Writer:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
 
-    def _failed(
-        self, group: list[Item], error: StoreError, *, closing: bool
-    ) -> list[tuple["asyncio.Future[Any]", Any]]:
+    def _failed(self, group: list[Item], error: StoreError, *, closing: bool) -> Answers:
         room = self._locks.room
         futures = self._locks.forget_answers()
         for item in group:

@@ -80,7 +80,7 @@ class SqliteStore:
         for name, number in (("locks_max", locks_max), ("waiters_max", waiters_max), ("queue_max", queue_max)):
             if number < 1:
                 raise ValueError(f"{name} must be at least 1, not {number}")
-        self._path = Path(path).absolute()
+        self._path = Path(path).resolve()  # what lies beside it belongs to the file, and not to a link to it
         self._locks_max = locks_max
         self._waiters_max = waiters_max
         self._queue_max = queue_max
@@ -307,6 +307,8 @@ class SqliteStore:
             raise StoreError(f"{self._path} is not open")
         if os.getpid() != self._pid:
             raise StoreError(f"{self._path} was opened before a fork: each process must open a store of its own")
+        if not writer.alive:
+            raise StoreError(f"{self._path}: the writer has ended by a defect: restart the server; its log says more")
         if writer.queued >= self._queue_max:
             raise StoreBusy(f"{self._queue_max} operations wait for the disk already: try again in a moment")
         return writer
