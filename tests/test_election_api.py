@@ -767,7 +767,7 @@ async def test_without_a_ledger_start_says_migrate_and_leaves_nothing(dsn: str) 
     [
         ("DELETE FROM pgleaderlock.schema_version", "pgleaderlock migrate"),
         ("UPDATE pgleaderlock.schema_version SET version = version - 2", "pgleaderlock migrate"),
-        ("UPDATE pgleaderlock.schema_version SET version = version + 2", "upgrade"),
+        ("INSERT INTO pgleaderlock.schema_version SELECT max(version) + 2 FROM pgleaderlock.schema_version", "upgrade"),
         ("DROP FUNCTION pgleaderlock.open_session", "pgleaderlock migrate"),
     ],
 )

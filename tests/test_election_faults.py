@@ -208,7 +208,7 @@ async def test_a_drain_that_is_cancelled_before_its_first_step_leaves_nothing_be
         engine = election._engine
         assert engine is not None
         election._roles[role].release_asked = True
-        await engine._begin_releases()
+        await engine._releases.begin()
         await engine._lose(ConnectionError("the session has ended"))
         gc.collect()  # what nobody awaits warns now, and a warning is an error
 

@@ -10,7 +10,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from conftest import StartServer
-from pgleaderlock import LeaderElection, SchemaError, migrate
+from pgleaderlock import LeaderElection, SchemaError, ledger, migrate
 from support.counts import count
 from support.election_node import SendLog
 from support.election_storm import QUICK, SLOW, Storm
@@ -107,7 +107,7 @@ async def test_a_ledger_two_versions_apart_is_refused_with_the_remedy_and_nothin
     assert await sessions(database) == 0
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize("version", [2, 3, 4])
 async def test_this_library_serves_a_ledger_of_the_version_before_and_after(database: str, version: int) -> None:
     """As it is today: the same without any pretence about the library."""
     await say_version(database, version)
@@ -115,23 +115,89 @@ async def test_this_library_serves_a_ledger_of_the_version_before_and_after(data
         assert await election.gate("role").wait_open(WAIT_S)
 
 
-async def test_an_election_needs_nothing_of_the_second_version(
-    dsn: str, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A ledger as an older library made it: without a single table of the lock server."""
-    first = {1: migrate._migrations()[1]}
+@pytest.fixture
+async def second(database: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A ledger as a library of version 2 made it: without a column or a function of the third."""
+    files = {number: text for number, text in migrate._migrations().items() if number < 3}
     async with await psycopg.AsyncConnection.connect(database, autocommit=True) as dba:
         await dba.execute("DROP SCHEMA pgleaderlock CASCADE")
     with monkeypatch.context() as older:
-        older.setattr(migrate, "_migrations", lambda: first)
-        older.setattr(migrate, "LEDGER_VERSION", 1)
-        assert await migrate.migrate(database) == [1]
-    async with LeaderElection(database, "role") as election:
-        assert await election.gate("role").wait_open(WAIT_S)
+        older.setattr(migrate, "_migrations", lambda: files)
+        older.setattr(migrate, "LEDGER_VERSION", 2)
+        assert await migrate.migrate(database) == [1, 2]
+    return database
+
+
+async def test_an_election_needs_nothing_of_the_third_version(second: str) -> None:
+    """It leads, hands over, drains and steps down by request; what the older ledger cannot record is left out."""
+    async with LeaderElection(second, "role", node_id="a", **QUICK) as a:
+        assert await a.gate("role").wait_open(WAIT_S)
+        async with LeaderElection(second, "role", node_id="b", **QUICK) as b:
+            assert await a.drain(timeout_s=WAIT_S)
+            assert await b.gate("role").wait_open(WAIT_S)
+            await a.resume()
+            async with await psycopg.AsyncConnection.connect(second, autocommit=True) as dba:
+                await dba.execute("SELECT pgleaderlock.request_step_down('role', 'pgleaderlock', NULL, 'pgleaderlock')")
+            assert await a.gate("role").wait_open(WAIT_S)
+
+
+async def test_a_library_of_the_second_version_works_on_a_ledger_of_the_third(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its statements are those that this library uses where the ledger is older; beside it is one of today."""
+    async with LeaderElection(database, "role", node_id="today", **QUICK) as today:
+        assert await today.gate("role").wait_open(WAIT_S)
+        monkeypatch.setattr(ledger, "OPERATIONS", 99)
+        async with LeaderElection(database, "role", node_id="older", **QUICK) as older:
+            await today.step_down("role")
+            assert await older.gate("role").wait_open(WAIT_S)
+            async with await psycopg.AsyncConnection.connect(database, autocommit=True) as dba:
+                await dba.execute("SELECT pgleaderlock.request_step_down('role', 'pgleaderlock', NULL, 'pgleaderlock')")
+                assert await today.gate("role").wait_open(WAIT_S)
+                done = await (await dba.execute("SELECT outcome FROM pgleaderlock.requests")).fetchall()
+    assert done == [("done",)]
+
+
+async def test_an_upgrade_under_way_keeps_leader_history_and_the_rights_of_nodes(second: str, dsn: str) -> None:
+    """The leader's record and its open term are upgraded in place, and a role that was a node before still is."""
+    user = f"rolling_{uuid.uuid4().hex[:8]}"
+    async with await psycopg.AsyncConnection.connect(second, autocommit=True) as dba:
+        await dba.execute(f"CREATE ROLE {user} LOGIN PASSWORD 'x'".encode())
+        older_grants = (
+            "open_session",
+            "beat",
+            "bump",
+            "end_term",
+            "close_session",
+            "note_eviction",
+            "request_step_down",
+            "finish_request",
+            "fence",
+            "fence_strictly",
+            "fence_key",
+        )
+        functions = ", ".join(f"pgleaderlock.{name}" for name in older_grants)
+        await dba.execute(f"GRANT USAGE ON SCHEMA pgleaderlock TO {user}".encode())
+        await dba.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA pgleaderlock TO {user}".encode())
+        await dba.execute(f"GRANT EXECUTE ON FUNCTION {functions} TO {user}".encode())
+        node = make_conninfo(second, user=user, password="x")
+        try:
+            async with LeaderElection(node, "role", node_id="leads", **QUICK) as leader:
+                assert await leader.gate("role").wait_open(WAIT_S)
+                assert await migrate.migrate(second) == [3]
+                async with LeaderElection(node, "role", node_id="late", **QUICK) as late:
+                    await leader.step_down("role")
+                    assert await late.gate("role").wait_open(WAIT_S)
+                    assert await late.drain(timeout_s=WAIT_S)
+            terms = await (await dba.execute("SELECT epoch, node_id, reason FROM pgleaderlock.terms")).fetchall()
+            assert {("leads", "released"), ("late", "released")} <= {row[1:] for row in terms}
+        finally:
+            await dba.execute(f"DROP OWNED BY {user}".encode())
+            await dba.execute(f"DROP ROLE {user}".encode())
 
 
 async def test_this_library_refuses_a_ledger_that_is_two_versions_newer(database: str) -> None:
-    await say_version(database, 4)
+    await say_version(database, 5)
     with pytest.raises(SchemaError, match="upgrade"):
         await LeaderElection(database, "role").start()
     assert await sessions(database) == 0

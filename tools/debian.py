@@ -32,6 +32,10 @@ TOOLS = {
     "pgbouncer": ("usr/sbin/pgbouncer", ("pgbouncer",)),
     "wrk": ("usr/bin/wrk", ("wrk",)),
     "etcd-server": ("usr/bin/etcd", ("etcd-server",)),
+    "prometheus": ("usr/bin/prometheus", ("prometheus",)),
+    "promtool": ("usr/bin/promtool", ("prometheus",)),
+    "amtool": ("usr/bin/amtool", ("prometheus-alertmanager",)),
+    "chromium": ("usr/lib/chromium/chromium", ("chromium-common", "chromium")),
     "redis-server": ("usr/bin/redis-server", ("redis-tools", "redis-server")),
 }
 

@@ -37,6 +37,7 @@ from pgleaderlock.models import (
     RetryContext,
     StateChangeCallback,
 )
+from pgleaderlock.observer import ElectionObserver
 from pgleaderlock.retry import DecorrelatedJitter, ExponentialBackoff, FixedInterval, RetryStrategy
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "ConfigurationError",
     "CoordinationError",
     "DecorrelatedJitter",
+    "ElectionObserver",
     "ErrorCallback",
     "ExponentialBackoff",
     "FixedInterval",

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pgleaderlock.config import positive_s
+from pgleaderlock._config_duration import positive_s
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.keys import KeyPair, key_pair, key_pair_from_bigint
 
@@ -21,8 +21,10 @@ __all__ = [
     "check_channel",
     "check_flags",
     "check_optional_seconds",
+    "check_retention",
     "checked_node_id",
     "from_environment",
+    "one_more_role",
     "role_keys",
 ]
 
@@ -31,6 +33,7 @@ __all__ = [
 ROLES_MAX = 5_000
 CHANNEL_BYTES_MAX = 63
 JITTER = 1.2
+RETENTION_S_MIN = 3600.0
 LEASE_S_MAX = (2**31 - 1) / 1000
 
 
@@ -104,6 +107,20 @@ def role_keys(roles: str | Iterable[str] | Mapping[str, int], namespace: str) ->
             pairs[name] = key_pair(name, namespace)
     if not pairs:
         raise ConfigurationError("an election needs at least one role")
+    return _distinct(pairs)
+
+
+def one_more_role(known: Mapping[str, KeyPair], name: str, key: int | None, namespace: str) -> dict[str, KeyPair]:
+    """The roles of an election and one more; `key` is a 64-bit key of the caller's own."""
+    if not isinstance(name, str):
+        raise ConfigurationError(f"a role's name is a text, not {type(name).__name__}")
+    (pair,) = role_keys(name if key is None else {name: key}, namespace).values()
+    if name in known:
+        raise ConfigurationError(f"role {name!r} is one of this election's already: name each role once")
+    return _distinct({**known, name: pair})
+
+
+def _distinct(pairs: dict[str, KeyPair]) -> dict[str, KeyPair]:
     if len(pairs) > ROLES_MAX:
         raise ConfigurationError(
             f"{len(pairs)} roles are too many for one process ({ROLES_MAX} at most): the server's lock table is shared "
@@ -135,6 +152,15 @@ def checked_node_id(node_id: object) -> str:
 def check_optional_seconds(what: str, value: object) -> None:
     if value is not None:
         positive_s(what, value)
+
+
+def check_retention(retention_s: object) -> None:
+    check_optional_seconds("retention_s", retention_s)
+    if isinstance(retention_s, int | float) and retention_s < RETENTION_S_MIN:
+        raise ConfigurationError(
+            f"retention_s={retention_s:g} is too short to be of any use: give at least {RETENTION_S_MIN:.0f}, "
+            "or None to keep everything"
+        )
 
 
 def check_flags(**flags: object) -> None:

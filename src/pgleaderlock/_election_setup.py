@@ -1,21 +1,23 @@
 """An election's settings as a whole, checked, and what the engine and the listener are built from.
 
-Imports `_engine`, `_conninfo`, `_election_settings`, `ledger` and what they stand on. Decides nothing at run time.
+Imports `_board`, `_conninfo`, `_election_settings`, `ledger` and what they stand on. Decides nothing at run time.
 """
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from pgleaderlock._board import EngineSettings
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._election_settings import (
     Timing,
     check_channel,
     check_flags,
     check_optional_seconds,
+    check_retention,
+    one_more_role,
 )
-from pgleaderlock._engine import EngineSettings
 from pgleaderlock._version import VERSION
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.keys import KeyPair
@@ -48,6 +50,8 @@ class Setup:
     enabled: bool
     standalone: bool
     allow_pooler: bool
+    retention_s: float | None
+    balance: bool
 
     def __post_init__(self) -> None:
         """All of it fits together, or a `ConfigurationError` names the setting and the remedy."""
@@ -59,6 +63,7 @@ class Setup:
             check_channel(self.listen_channel)
         check_optional_seconds("stale_threshold_s", self.stale_threshold_s)
         check_optional_seconds("hard_stop_after_s", self.hard_stop_after_s)
+        check_retention(self.retention_s)
         check_flags(
             evict_stale=self.evict_stale,
             candidate=self.candidate,
@@ -66,11 +71,21 @@ class Setup:
             enabled=self.enabled,
             standalone=self.standalone,
             allow_pooler=self.allow_pooler,
+            balance=self.balance,
         )
+        if self.timing.standby_wait_s and self.balance:
+            raise ConfigurationError("balance leaves roles to others, and standby_wait_s to nobody: drop one of them")
         if self.timing.standby_wait_s and self.allow_pooler:
             raise ConfigurationError("standby_wait_s cannot be used behind a pooler: drop it, or connect without one")
         if not self.standalone and self.enabled:
             check_dsn(self.dsn)
+
+    def with_role(self, name: str, key: int | None) -> "Setup":
+        """The same with one more role, or a `ConfigurationError` that says why not."""
+        return replace(self, keys=one_more_role(self.keys, name, key, self.namespace))
+
+    def without_role(self, name: str) -> "Setup":
+        return replace(self, keys={known: keys for known, keys in self.keys.items() if known != name})
 
     @property
     def channel(self) -> str:
@@ -127,4 +142,6 @@ class Setup:
             evict_stale=self.evict_stale,
             candidate=self.candidate,
             channel=self.channel,
+            retention_s=self.retention_s,
+            balance=self.balance,
         )

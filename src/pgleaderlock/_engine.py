@@ -4,66 +4,52 @@ A tick sends at most a heartbeat (one a node, whatever the number of roles) and 
 wants and looks at the holders of the rest. A won lock is followed by a bump, a later statement, because only that one
 sees the last predecessor. Deadlines are anchored before the send; whatever fails ends the session, and every gate.
 
-Imports `_roles`, `_driver`, `ledger`, `_session`, `_conninfo`, `_fsm`, `models`, `errors`, `_clock`, `_logging`.
+Imports `_releases`, `_requests`, `_upkeep`, `_balancing`, `_winning`, `_board`, `_roles`, `ledger`, `_session`,
+`_conninfo`, `_fsm`, `models` and `errors`.
 """
 
 import asyncio
 import contextlib
-import random
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from concurrent.futures import Future, InvalidStateError
+from typing import TypeVar
 
-from pgleaderlock._clock import Clock
+from pgleaderlock._balancing import Balancing
+from pgleaderlock._board import Board
 from pgleaderlock._conninfo import ConnectionSettings, Dsn
 from pgleaderlock._fsm import Input
-from pgleaderlock._logging import StructuredLogger
-from pgleaderlock._roles import Role, opens_at
+from pgleaderlock._releases import Ended, Releases
+from pgleaderlock._requests import Requests
+from pgleaderlock._roles import Role
 from pgleaderlock._session import DedicatedSession
-from pgleaderlock.errors import ConnectionError, LockError, PgLeaderLockError
-from pgleaderlock.ledger import Bump, Identity, Ledger
-from pgleaderlock.models import LeaderToken, LockState
+from pgleaderlock._upkeep import Upkeep
+from pgleaderlock._winning import Winning
+from pgleaderlock.errors import LockError, PgLeaderLockError
+from pgleaderlock.ledger import Ledger
+from pgleaderlock.models import LockState
+from pgleaderlock.observer import LossReason
 from pgleaderlock.retry import reconnect_jitter_s
 
-__all__ = ["Engine", "EngineSettings"]
+__all__ = ["Engine"]
 
+T = TypeVar("T")
 NEVER = float("inf")
 # A flood of notifications costs at most this many tries a second.
 TRY_GAP_S = 0.02
 BEAT_GAP_S = 0.1
-# A fence that is held by a stuck writer may hold one bump up this long, and all of them together not much longer.
-BUSY_WAIT_MS = 100
-BUSY_ROLES_A_TICK = 2
 ERROR_BACKOFF_S = (0.2, 0.4, 0.8, 1.6, 3.0)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    heartbeat_interval_s: float
-    gate_s: float
-    lease_s: float
-    acquire_delay_s: tuple[float, float]
-    standby_wait_s: float
-    statement_timeout_s: float
-    instant: bool
-    evict_stale: bool
-    candidate: bool
-    channel: str
-
-
 class Engine:
-    """Runs on one event loop; only `wake`, `ask_release` and `ask_stop` may be called from another thread's."""
+    """Runs on one event loop; only `wake`, `call` and what asks may be called from another thread's."""
 
     def __init__(
         self,
         dsn: Dsn,
         connection: ConnectionSettings,
-        settings: EngineSettings,
-        identity: Identity,
-        roles: Mapping[str, Role],
+        board: Board,
+        roles: Callable[[], Mapping[str, Role]],
         *,
-        clock: Clock,
-        rng: random.Random,
-        log: StructuredLogger,
         quiet: Callable[[Role], Awaitable[None]],
         announce: Callable[[], None],
         failed: Callable[[Exception], None],
@@ -71,29 +57,28 @@ class Engine:
     ) -> None:
         self._dsn = dsn
         self._connection = connection
-        self._settings = settings
-        self._identity = identity
-        self._roles = roles
-        self._clock = clock
-        self._rng = rng
-        self._log = log
-        self._quiet = quiet
+        self._board = board
+        self._settings, self._identity = board.settings, board.identity
+        self._clock, self._rng, self._log = board.clock, board.rng, board.log
+        self._first_roles = roles
         self._announce = announce
         self._failed = failed
         self._attempted = attempted
-        self._ledger: Ledger | None = None
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
-        self._stopping = False
-        self._forced = False
+        self._releases = Releases(board, quiet, self._woken.set)
+        self._requests = Requests(board, self._releases)
+        self._upkeep = Upkeep(board)
+        self._balancing = Balancing(board)
+        self._winning = Winning(board, self._balancing, self._hurry, failed)
+        self.acked_at: float | None = None
+        """The clock before the send of the last acknowledged beat; None without a session."""
         self._beat_due_at = 0.0
         self._beat_at = 0.0
         self._try_due_at = 0.0
         self._tried_at = 0.0
         self._connect_due_at = 0.0
-        self._evicted: set[int] = set()
         self._errors = 0
-        self._draining: dict[str, asyncio.Future[None]] = {}
 
     # --- From outside
 
@@ -107,6 +92,26 @@ class Engine:
 
     def ask_release(self, name: str, *, force: bool = False) -> None:
         self._from_outside(self._ask_release, name, force)
+
+    def call(self, fn: Callable[[], T]) -> "Future[T]":
+        """Run it on the engine's loop: at once if this is it. Whoever waits for its answer waits for our end, too."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = fn()
+            except Exception as error:
+                with contextlib.suppress(InvalidStateError):
+                    answer.set_exception(error)
+            else:
+                with contextlib.suppress(InvalidStateError):  # nobody waits for it any more
+                    answer.set_result(result)
+
+        if asyncio.get_running_loop() is self._loop:
+            run()
+        else:
+            self._from_outside(run)
+        return answer
 
     def _from_outside(self, call: Callable[..., None], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone, and the engine with it
@@ -122,25 +127,63 @@ class Engine:
         self._woken.set()
 
     def _stop(self, force: bool) -> None:
-        self._stopping = True
-        self._forced |= force
+        self._board.stopping = True
+        self._board.forced |= force
         self._woken.set()
 
     def _ask_release(self, name: str, force: bool) -> None:
-        role = self._roles[name]
-        if role.driver.state is LockState.LEADER:
+        role = self._board.roles.get(name)
+        if role is not None and role.driver.state is LockState.LEADER:
             role.release_asked = True
-        if force and name in self._draining:
-            self._draining[name].cancel()
+        if force:
+            self._releases.stop_waiting([name])
         self._woken.set()
+
+    # --- On our own loop: by way of `call`
+
+    def add(self, role: Role) -> None:
+        """Compete for one more role from now on."""
+        if self._board.roles.get(role.name) is role:
+            return
+        self._board.roles = {**self._board.roles, role.name: role}
+        role.drained |= self._requests.draining
+        role.driver.feed(Input.START)
+        self._hurry()
+
+    def forget(self, role: Role) -> bool:
+        """Drop a role that is not held; False if it is, or if it may be any moment."""
+        if not role.free or role in self._board.trying:
+            return False
+        self._board.roles = {name: other for name, other in self._board.roles.items() if other is not role}
+        role.walk_to_stopped()
+        return True
+
+    def drain(self, roles: Collection[Role], *, everything: bool) -> Ended:
+        """Give these up and let them be; the answer comes when none of them is held any more."""
+        for role in roles:
+            role.drain()
+        if everything:
+            self._requests.drain_node()
+            self._hurry_to_beat()  # so that others see it
+        self._woken.set()
+        return self._releases.tell_when_free(roles)
+
+    def resume(self, roles: Collection[Role], *, everything: bool) -> None:
+        """Roles that were drained are competed for again."""
+        for role in roles:
+            role.drained = False
+        if everything or self._requests.draining:
+            self._requests.resume_node(everything=everything)
+            self._hurry_to_beat()
+        self._hurry()
 
     # --- The task
 
     async def run(self) -> None:
-        for role in self._roles.values():
-            role.driver.feed(Input.START)
+        for role in self._first_roles().values():
+            self.add(role)
         try:
-            while not (self._stopping and self._nothing_held()):
+            while not (self._board.stopping and self._board.nothing_held()):
                 try:
                     await self._tick()
                 except PgLeaderLockError as error:
@@ -150,218 +193,99 @@ class Engine:
                     self._log.error("unexpected_error", exc_info=error, error=error)
                     await self._lose(error)
                 else:
-                    self._errors = 0 if self._ledger is not None else self._errors
+                    self._errors = 0 if self._board.ledger is not None else self._errors
+                self._releases.tell()
                 self._announce()
                 await self._rest()
             await self._say_goodbye()
         finally:
             await self._end()
 
-    def _nothing_held(self) -> bool:
-        return not any(role.holds_lock for role in self._roles.values())
-
     async def _tick(self) -> None:
-        if self._ledger is None:
-            if self._stopping or self._clock.now() < self._connect_due_at:
+        if self._board.ledger is None:
+            if self._board.stopping or self._clock.now() < self._connect_due_at:
                 return
+            self._board.trying = self._winning.wanted()
             await self._connect()
         now = self._clock.now()
         if self._beat_due_at <= now:
             await self._beat()
-        await self._begin_releases()
-        await self._finish_releases()
-        if not self._stopping and self._try_due_at <= self._clock.now():
-            await self._try()
-        await self._begin_terms()
+        await self._releases.begin()
+        if (others_first_until := await self._releases.finish()) is not None:
+            self._try_due_at = min(self._try_due_at, others_first_until)
+            self._releases.tell()
+        await self._requests.finish()
+        if not self._board.stopping and self._try_due_at <= self._clock.now():
+            self._tried_at, self._try_due_at = self._clock.now(), NEVER
+            due_at = await self._winning.try_locks()
+            self._try_due_at = min(self._try_due_at, due_at)  # or earlier, if somebody has woken us meanwhile
+        await self._winning.begin_terms()
+        self._board.trying = ()
+        # If nothing else was sent, there is room for what is not urgent.
+        idle = max(self._beat_at, self._tried_at) < now and not self._board.stopping
+        if idle and not await self._upkeep.run(self._beat_due_at) and await self._balancing.run():
+            self._hurry_to_beat()
 
     async def _connect(self) -> None:
         session = await DedicatedSession.open(self._dsn, self._connection)
         ledger = Ledger(session, self._identity, self._settings.channel)
+        sent_at = self._clock.now()
         try:
             await ledger.open(
-                gate_s=self._settings.gate_s, lease_s=self._settings.lease_s, candidate=self._settings.candidate
+                gate_s=self._settings.gate_s,
+                lease_s=self._settings.lease_s,
+                candidate=self._settings.candidate,
+                draining=self._requests.draining,
+                balance=self._settings.balance,
             )
         except BaseException:
             await session.close()
             raise
-        self._ledger = ledger
+        self._board.ledger = ledger
+        self.acked_at = sent_at
         self._beat_due_at = self._clock.now() + self._settings.heartbeat_interval_s
         self._try_due_at = 0.0
+        self._upkeep.plan()
+        await self._balancing.begin()
         self._attempted()
 
     async def _beat(self) -> None:
         sent_at = self._beat_at = self._clock.now()
-        led = [role for role in self._roles.values() if role.in_term]
+        led = [role for role in self._board.roles.values() if role.in_term]
         settled = [role for role in led if not role.settled_told and role.settled_at <= sent_at]
-        beat = await self._there().beat([role.name for role in settled])
-        if self._clock.now() < sent_at + self._settings.gate_s:
+        telling = self._requests.to_tell
+        beat = await self._board.there().beat([role.name for role in settled], telling)
+        acked_at = self._clock.now()
+        self._requests.told(telling)
+        if acked_at < sent_at + self._settings.gate_s:
             for role in led:
                 role.gate.renew(sent_at + self._settings.gate_s)
+        self.acked_at = sent_at
+        self._board.observers.tell("beaten", acked_at - sent_at)
         for role in settled:
             role.settled_told = True
         self._beat_due_at = sent_at + self._settings.heartbeat_interval_s * self._rng.uniform(0.8, 1.2)
         if (beat.roles, beat.epochs) != (len(led), sum(role.epoch or 0 for role in led)):
             await self._reconcile(led)
-        for request_id, name in beat.requests:
-            asked = self._roles.get(name)
-            if asked is not None and asked.driver.state is LockState.LEADER and request_id not in asked.requests:
-                asked.requests.append(request_id)
-                asked.release_asked = True
+        await self._requests.obey(beat)
 
     async def _reconcile(self, led: list[Role]) -> None:
         """The ledger does not agree about what this session leads: an operator has advanced an epoch."""
-        owned = await self._there().owned()
+        owned = await self._board.there().owned()
         for role in led:
             if owned.get(role.name) != role.epoch:
-                self._lose_role(role, LockError(f"epoch {role.epoch} of {role.name!r} was superseded"))
-                await self._there().unlock({role.name: role.keys})
+                self._lose_role(role, LockError(f"epoch {role.epoch} of {role.name!r} was superseded"), "superseded")
+                await self._board.there().unlock({role.name: role.keys})
                 role.holds_lock = False
                 self._hurry()
-
-    async def _try(self) -> None:
-        now = self._clock.now()
-        followed = {name: role for name, role in self._roles.items() if not role.holds_lock}
-        low_s, high_s = self._settings.acquire_delay_s
-        self._try_due_at = now + self._rng.uniform(low_s, high_s)
-        self._tried_at = now
-        if not followed:
-            self._try_due_at = NEVER
-            return
-        wanted = {name: self._settings.candidate and role.not_before <= now for name, role in followed.items()}
-        ledger = self._there()
-        looks = await ledger.try_and_look({name: role.keys for name, role in followed.items()}, wanted)
-        seen_at = self._clock.now()
-        for look in looks:
-            role = followed[look.role]
-            role.saw(look, seen_at, ledger.history)
-            role.holds_lock = look.granted
-        if self._settings.standby_wait_s > 0 and self._settings.candidate and not self._stopping:
-            (role,) = self._roles.values()
-            if not role.holds_lock and role.not_before <= now:
-                role.holds_lock = await ledger.session.wait(role.keys, self._settings.standby_wait_s)
-                self._try_due_at = 0.0  # parked again at once: the attempt has done its waiting at the server
-        if self._settings.evict_stale:
-            await self._evict_silent(list(followed.values()))
-
-    async def _evict_silent(self, followed: list[Role]) -> None:
-        """A recorded holder that has not beaten for 2 T should have been dropped by its lease: something keeps it."""
-        now = self._clock.now()
-        for role in followed:
-            look, sight = role.look, role.sight
-            if role.holds_lock or look is None or sight is None or look.ended or look.lease_s is None:
-                continue
-            if now - sight.first_seen > 2 * look.lease_s and look.session_id not in self._evicted:
-                self._evicted.add(sight.session_id)  # once a session, whatever the number of its roles
-                if await self._there().evict(look):
-                    self._log.warning("silent_leader_evicted", role=role.name, pid=look.backend_pid)
-                    self._hurry()
-
-    async def _begin_terms(self) -> None:
-        """The second statement of winning, for every lock that is held without a term."""
-        won = {name: role for name, role in self._roles.items() if role.holds_lock and not role.in_term}
-        if not won:
-            return
-        busy = await self._bump(won, wait_ms=0)
-        # Those in front of which fenced transactions of the predecessor still run: queue up behind them, briefly.
-        self._rng.shuffle(busy)  # so that those which are stuck do not stand in front of those which are only busy
-        for name in busy[:BUSY_ROLES_A_TICK]:
-            await self._bump({name: self._roles[name]}, wait_ms=BUSY_WAIT_MS)
-        if any(role.holds_lock and not role.in_term for role in won.values()):
-            self._hurry()
-
-    async def _bump(self, won: Mapping[str, Role], *, wait_ms: int) -> list[str]:
-        sent_at = self._clock.now()
-        bumps = await self._there().bump({name: role.keys for name, role in won.items()}, wait_ms=wait_ms)
-        won_at = self._clock.now()
-        if won_at >= sent_at + self._settings.gate_s:
-            raise ConnectionError("the answer to the bump came too late to lead on")
-        busy = []
-        for bump in bumps:
-            role = won[bump.role]
-            match bump.outcome:
-                case "won":
-                    self._begin_term(role, bump, sent_at, won_at)
-                case "busy":
-                    busy.append(bump.role)
-                case "collision":
-                    await self._there().unlock({role.name: role.keys})
-                    role.holds_lock = False
-                    role.not_before = NEVER
-                    self._failed(
-                        LockError(f"the key of role {role.name!r} belongs to another role of this database: rename it")
-                    )
-                case _:  # the server says that the lock is not ours after all
-                    role.holds_lock = False
-        return busy
-
-    def _begin_term(self, role: Role, bump: Bump, sent_at: float, won_at: float) -> None:
-        assert bump.epoch is not None
-        token = LeaderToken(role.name, bump.epoch, self._identity.holder_identity, self._identity.namespace)
-        # An instant takeover opens at once, but it has not waited anybody out: whoever follows it still has to.
-        role.settled_at = opens_at(role, bump, won_at, own_instance=self._identity.instance)
-        role.term_session_id = self._there().session_id
-        opening = won_at if self._settings.instant else role.settled_at
-        role.settled_told = False
-        role.release_asked = False
-        role.look = None  # who held it before is no longer who holds it
-        # Whether there is a wait or not, the gate never outlives G from before the bump was sent.
-        role.gate.open(token, opening, sent_at + self._settings.gate_s)
-        role.driver.feed(Input.ACQUIRE_ATTEMPT)
-        role.driver.feed(Input.ACQUIRE_SUCCEEDED)
-
-    # --- Giving up on purpose
-
-    async def _begin_releases(self) -> None:
-        for role in self._roles.values():
-            if role.driver.state is LockState.LEADER and (self._stopping or role.release_asked):
-                if self._stopping:
-                    role.driver.request_stop()
-                role.gate.drain()
-                role.driver.feed(Input.STOP_REQUESTED if self._stopping else Input.RELEASE_REQUESTED)
-                draining: asyncio.Future[None] = asyncio.ensure_future(self._quiet(role))
-                draining.add_done_callback(lambda _: self._woken.set())
-                self._draining[role.name] = draining
-            elif self._stopping and role.holds_lock and not role.in_term:
-                await self._there().unlock({role.name: role.keys})  # won, but the term has not begun
-                role.holds_lock = False
-        if self._forced:
-            for drained in self._draining.values():
-                drained.cancel()
-            await asyncio.sleep(0)
-
-    async def _finish_releases(self) -> None:
-        ready = {name: drained for name, drained in self._draining.items() if drained.done()}
-        if not ready:
-            return
-        now = self._clock.now()
-        terms = {}
-        for name, drained in ready.items():
-            role = self._roles[name]
-            # Clean only if the releaser had waited its own predecessor out, and nothing of it is still at work.
-            quiet = not drained.cancelled() and drained.exception() is None and not role.gate.in_flight
-            terms[name] = (role.epoch or 0, quiet and role.settled_at <= now)
-            del self._draining[name]
-        for role in (self._roles[name] for name in ready):
-            role.gate.close("released")
-        ledger = self._there()
-        await ledger.end_terms(terms)
-        await ledger.unlock({name: self._roles[name].keys for name in ready})
-        for name in ready:
-            role = self._roles[name]
-            role.holds_lock = False
-            role.not_before = self._clock.now() + self._settings.acquire_delay_s[1]
-            role.driver.feed(Input.RELEASE_SUCCEEDED)
-            for request_id in role.requests:
-                await ledger.finish_request(request_id)
-            role.requests.clear()
-        self._try_due_at = min(self._try_due_at, self._clock.now() + self._settings.acquire_delay_s[1])
 
     # --- Losing
 
     async def _lose(self, error: Exception) -> None:
         """The session is gone, and every term with it: gates first, then everything else."""
-        ledger, self._ledger = self._ledger, None
-        for role in self._roles.values():
+        ledger, self._board.ledger = self._board.ledger, None
+        self.acked_at = None
+        for role in self._board.roles.values():
             if role.in_term:
                 self._lose_role(role, error)
             role.holds_lock = False
@@ -369,37 +293,48 @@ class Engine:
             await ledger.session.close()
         self._errors += 1
         self._log.warning("session_lost" if ledger is not None else "connect_failed", error=error)
+        if ledger is not None:
+            self._board.observers.tell("session_lost", error)
+        for role in self._board.trying:
+            self._board.observers.tell("attempted", role.name, "error")
+        self._board.trying = ()
         self._failed(error)
         self._attempted()
         delay_s = ERROR_BACKOFF_S[min(self._errors, len(ERROR_BACKOFF_S)) - 1]
         self._connect_due_at = self._clock.now() + delay_s + reconnect_jitter_s(delay_s, self._rng)
 
-    def _lose_role(self, role: Role, error: Exception) -> None:
+    def _lose_role(self, role: Role, error: Exception, reason: LossReason = "lost") -> None:
+        epoch, releasing = role.epoch, role.driver.state is LockState.RELEASING
         role.gate.close("lost")
-        role.requests.clear()
-        if (drained := self._draining.pop(role.name, None)) is not None:
-            drained.cancel()
-        if self._stopping:
+        self._releases.lost(role)
+        if self._board.stopping:
             role.driver.request_stop()
-        releasing = role.driver.state is LockState.RELEASING
         role.driver.feed(Input.DB_ERROR if releasing else Input.HEALTH_FAILED, error)
+        self._board.observers.tell("lost", role.name, epoch, reason)
+        if releasing:
+            self._board.observers.tell("drain_ended", role.name, False)
 
     # --- Waiting and ending
 
     async def _rest(self) -> None:
         """Until the next thing is due, somebody wakes us, or the session ends."""
         now = self._clock.now()
-        due_at = min(self._next_turn(role, now) for role in self._roles.values())
-        due_at = min(
-            due_at, *([self._connect_due_at] if self._ledger is None else [self._beat_due_at, self._try_due_at])
-        )
-        if due_at <= now or (self._stopping and self._nothing_held()):
+        ledger = self._board.ledger
+        if ledger is None:
+            due = [self._connect_due_at]
+        elif self._board.stopping:
+            due = [self._beat_due_at]  # the rest is not done any more: due for ever, it would leave the loop to nobody
+        else:
+            due = [self._beat_due_at, self._try_due_at, self._upkeep.due_at, self._balancing.due_at]
+        due_at = min([*due, *(self._next_turn(role, now) for role in self._board.roles.values())])
+        if due_at <= now or (self._board.stopping and self._board.nothing_held()):
             self._woken.clear()
+            await asyncio.sleep(0)
             return
         watched = [asyncio.ensure_future(self._woken.wait())]
         if due_at < NEVER:
             watched.append(asyncio.ensure_future(self._clock.sleep(due_at - now)))  # type: ignore[arg-type]
-        loss = asyncio.ensure_future(self._ledger.session.lost()) if self._ledger is not None else None
+        loss = asyncio.ensure_future(ledger.session.lost()) if ledger is not None else None
         futures = [*watched, *([loss] if loss is not None else [])]
         try:
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
@@ -409,6 +344,7 @@ class Engine:
         self._woken.clear()
         if loss is not None and loss.done() and not loss.cancelled():
             await self._lose(loss.result())
+            self._releases.tell()
             self._announce()
 
     def _next_turn(self, role: Role, now: float) -> float:
@@ -419,28 +355,24 @@ class Engine:
         return min(turns, default=NEVER)
 
     async def _say_goodbye(self) -> None:
-        if self._ledger is not None:
+        if self._board.ledger is not None:
             with contextlib.suppress(PgLeaderLockError):
-                await self._ledger.close()
+                await self._board.ledger.close()
 
     async def _end(self) -> None:
-        ledger, self._ledger = self._ledger, None
-        for drained in self._draining.values():
-            drained.cancel()
-        for role in self._roles.values():
-            role.gate.close("lost" if role.in_term else "released")
-            role.driver.request_stop()
-            if role.driver.state not in (LockState.STOPPED, LockState.RELEASING):
-                role.driver.feed(Input.STOP_REQUESTED)
-            if role.driver.state is LockState.RELEASING:
-                role.driver.feed(Input.RELEASE_SUCCEEDED)
+        ledger, self._board.ledger = self._board.ledger, None
+        self.acked_at = None
+        self._releases.end()
+        for role in self._board.roles.values():
+            epoch, in_term = role.epoch, role.in_term
+            role.gate.close("lost" if in_term else "released")
+            role.walk_to_stopped()
             role.holds_lock = False
+            if in_term:
+                role.released_clean = False
+                self._board.observers.tell("lost", role.name, epoch, "lost")
         if ledger is not None:
             await ledger.session.close()
+        self._releases.tell(over=True)
         self._attempted()
         self._announce()
-
-    def _there(self) -> Ledger:
-        if self._ledger is None:
-            raise ConnectionError("there is no session")
-        return self._ledger

@@ -1,19 +1,21 @@
 """One role of an election on this node: its keys, its place in the table, its gate, and what was seen of its holder.
 
 The rule by which a successor may act lives here (`opens_at`), and nowhere else; it is the one of the model in
-`tests/gate_model.py`. Imports `_driver`, `gate`, `ledger`, `_work`, `models`, `keys` and the standard library. No I/O.
+`tests/gate_model.py`. Imports `_driver`, `_fsm`, `gate`, `ledger`, `_work`, `models`, `keys` and the standard library.
+No I/O.
 """
 
 from dataclasses import dataclass
 
 from pgleaderlock._driver import Driver
+from pgleaderlock._fsm import Input
 from pgleaderlock._work import Works
 from pgleaderlock.gate import LeaderGate
 from pgleaderlock.keys import KeyPair
-from pgleaderlock.ledger import Bump, History, Look
+from pgleaderlock.ledger import Bump, History, Look, Request
 from pgleaderlock.models import LockState
 
-__all__ = ["LeaderInfo", "Role", "opens_at"]
+__all__ = ["LeaderInfo", "Role", "is_failover", "opens_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,15 @@ class Role:
         self.settled_told = False
         self.not_before = 0.0
         self.release_asked = False
-        self.requests: list[int] = []
+        self.drained = False
+        """Given up, and not competed for until it is resumed. Set at home, read by the engine."""
+        self.released_clean = True
+        """Whether the last term ended by a clean release."""
+        self.requests: list[Request] = []
+        self.tried_at = 0.0
+        """When the last try for the lock was sent."""
+        self.began_at = 0.0
+        """When the last term began, on this node's clock."""
         self.term_session_id: int | None = None
         """The session in which the last term began that this node has heard of."""
         self.settled_at = 0.0
@@ -70,6 +80,28 @@ class Role:
         """Leading by the ledger: the term has begun and has not ended."""
         return self.driver.state in (LockState.LEADER, LockState.RELEASING)
 
+    def wanted(self, now: float) -> bool:
+        """Is it competed for?"""
+        return not self.drained and self.not_before <= now
+
+    @property
+    def free(self) -> bool:
+        """Nothing of it is held at the server, by lock or by term."""
+        return not self.in_term and not self.holds_lock
+
+    def drain(self) -> None:
+        """Give it up, even if it is resumed before that has begun, and do not compete for it."""
+        self.drained = True
+        self.release_asked = True
+
+    def walk_to_stopped(self) -> None:
+        """By the table, from wherever it is. What it held is gone, or about to be."""
+        self.driver.request_stop()
+        if self.driver.state not in (LockState.STOPPED, LockState.RELEASING):
+            self.driver.feed(Input.STOP_REQUESTED)
+        if self.driver.state is LockState.RELEASING:
+            self.driver.feed(Input.RELEASE_SUCCEEDED)
+
     def saw(self, look: Look, at: float, history: History) -> None:
         """Remember who holds the role; `at` is the clock after the reply that showed it."""
         self.look = look
@@ -81,6 +113,16 @@ class Role:
 
     def unchanged_s(self, now: float) -> float:
         return now - self.sight.first_seen if self.sight is not None else 0.0
+
+
+def is_failover(role: Role, bump: Bump, *, own_instance: str, own_node_id: str) -> bool:
+    """Was the term before another node's, and lost? By what was last seen: for whoever counts, never for a decision."""
+    if bump.prev_clean or bump.prev_instance in (None, own_instance):
+        return False
+    look = role.look
+    if look is None or look.session_id != bump.prev_session_id:
+        return True
+    return not look.ended and look.node_id != own_node_id
 
 
 def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str) -> float:

@@ -6,7 +6,7 @@ library.
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 
 from pgleaderlock._clock import Clock
 from pgleaderlock._logging import get_logger
@@ -22,7 +22,7 @@ LOOK_S_MAX = 1.0
 class Watchdog:
     """Ends the process once a gate has been shut for `after_s` while work behind it goes on."""
 
-    def __init__(self, gates: Mapping[str, LeaderGate], after_s: float, clock: Clock) -> None:
+    def __init__(self, gates: Callable[[], Collection[LeaderGate]], after_s: float, clock: Clock) -> None:
         self._gates = gates
         self._after_s = after_s
         self._clock = clock
@@ -33,12 +33,12 @@ class Watchdog:
         self._closed.set()
 
     def _watch(self) -> None:
-        shut_since: dict[str, float] = {}
+        shut_since: dict[LeaderGate, float] = {}
         while not self._closed.wait(min(self._after_s / LOOKS, LOOK_S_MAX)):
             now = self._clock.now()
-            for name, gate in self._gates.items():
+            for gate in self._gates():
                 if gate.is_leader or not gate.in_flight:
-                    shut_since.pop(name, None)
-                elif now - shut_since.setdefault(name, now) >= self._after_s:
-                    get_logger("pgleaderlock").error("hard_stop", role=name, in_flight=gate.in_flight)
+                    shut_since.pop(gate, None)
+                elif now - shut_since.setdefault(gate, now) >= self._after_s:
+                    get_logger("pgleaderlock").error("hard_stop", role=gate.role, in_flight=gate.in_flight)
                     os._exit(EXIT_CODE)

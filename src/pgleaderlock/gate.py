@@ -15,7 +15,8 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
@@ -65,6 +66,9 @@ class LeaderGate:
         self._held_shut: set[str] = set()
         self._lock = threading.Lock()
         self._in_flight = 0
+        self._acting: dict[object, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
+        self._blocked: Counter[str] = Counter()
+        self._counting = threading.Lock()  # not the gate's own: `acting` asks while it holds that
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         _gates.add(self)
 
@@ -92,29 +96,42 @@ class LeaderGate:
         opens_at, deadline, token = self._visible
         if opens_at <= self._now() < deadline:
             return token  # type: ignore[return-value]  # an opening always has its token
-        raise self._refusal()
+        raise self._counted(self._refusal())
 
     def ensure_epoch(self, epoch: int) -> None:
         """Raise `NotLeader` unless the gate is open for this very term: the check just before the act."""
         token = self.require_leader()
         if token.epoch != epoch:
-            raise NotLeader(
-                self.role,
-                "epoch_changed",
-                f"epoch {epoch} of {self.role!r} is over: this node now leads epoch {token.epoch}; begin the work anew",
+            raise self._counted(
+                NotLeader(
+                    self.role,
+                    "epoch_changed",
+                    f"epoch {epoch} of {self.role!r} is over: this node now leads epoch {token.epoch}; "
+                    "begin the work anew",
+                )
             )
+
+    @property
+    def blocked(self) -> Mapping[str, int]:
+        """How often `require_leader` and `ensure_epoch` have refused, by reason, since the gate was made."""
+        with self._counting:
+            return dict(self._blocked)
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[LeaderToken]:
         """Count a piece of work as in flight: a drain waits for it. Raises `NotLeader` instead of beginning."""
+        mark, task = object(), _current_task()
         with self._lock:  # between the question and the count, no drain may begin
             token = self.require_leader()
             self._in_flight += 1
+            if task is not None:
+                self._acting[mark] = (task.get_loop(), task)
         try:
             yield token
         finally:
             with self._lock:
                 self._in_flight -= 1
+                self._acting.pop(mark, None)
                 self._wake()
 
     def fenced(self, conn: Any, **options: Any) -> Any:
@@ -151,10 +168,10 @@ class LeaderGate:
 
     # --- Told by the election
 
-    def open(self, token: LeaderToken, opens_at: float, deadline: float) -> None:
-        """A new term. It may act from `opens_at` until `deadline`."""
+    def open(self, token: LeaderToken, opens_at: float, deadline: float, *, draining: bool = False) -> None:
+        """A new term. It may act from `opens_at` until `deadline`, unless it is to be given up before it has begun."""
         with self._lock:
-            self._held_shut.discard("draining")
+            (self._held_shut.add if draining else self._held_shut.discard)("draining")
             self._term = _Opening(opens_at, deadline, token)
             self._publish()
 
@@ -177,6 +194,17 @@ class LeaderGate:
     def drain(self) -> None:
         """Let nothing new in; what is in flight goes on."""
         self._hold_shut("draining", shut=True)
+
+    def cancel_acting(self, *, but: "asyncio.Task[Any] | None" = None) -> None:
+        """The time of a drain is over: cancel the tasks inside `acting()`, but not the one that waits for the drain.
+
+        What acts in a thread cannot be cancelled.
+        """
+        with self._lock:
+            acting = [(loop, task) for loop, task in self._acting.values() if task is not but]
+        for loop, task in acting:
+            with contextlib.suppress(RuntimeError):  # that loop has been closed, and its tasks with it
+                loop.call_soon_threadsafe(_cancel_once, task)
 
     def switch_off(self) -> None:
         """This node never acts for the role."""
@@ -208,7 +236,8 @@ class LeaderGate:
         await self._until(lambda: self._term.token is not token, lambda: NEVER)
 
     def shut_in_child(self) -> None:
-        self._lock = threading.Lock()  # the parent's may have been held by another thread at the fork
+        # The parent's may have been held by another thread at the fork.
+        self._lock, self._counting = threading.Lock(), threading.Lock()
         self._held_shut = {"forked"}
         self._visible = _SHUT
         self._waiting = []
@@ -270,8 +299,27 @@ class LeaderGate:
             return self._refused(self._closed_because)
         return self._refused("late_heartbeat" if now >= deadline else "waiting" if now < opens_at else "late_heartbeat")
 
+    def _counted(self, refusal: NotLeader) -> NotLeader:
+        with self._counting:
+            self._blocked[refusal.reason] += 1
+        return refusal
+
     def _refused(self, why: str) -> NotLeader:
         return NotLeader(self.role, why, f"must not act as leader of {self.role!r}: {_EXPLAINED.get(why, why)}")
+
+
+def _current_task() -> "asyncio.Task[Any] | None":
+    """None in a thread without a loop."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+def _cancel_once(task: "asyncio.Task[Any]") -> None:
+    """A second cancellation would strike the clean-up that the first one has begun."""
+    if not task.cancelling():
+        task.cancel()
 
 
 _gates: "weakref.WeakSet[LeaderGate]" = weakref.WeakSet()

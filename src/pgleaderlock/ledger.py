@@ -9,16 +9,24 @@ Imports `_session`, `migrate` for the version, `keys`, `errors` and the standard
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pgleaderlock._session import DedicatedSession
 from pgleaderlock.errors import ConnectionError
 from pgleaderlock.keys import KeyPair
 from pgleaderlock.migrate import check_schema
 
-__all__ = ["Beat", "Bump", "Identity", "Ledger", "Look"]
+__all__ = ["Beat", "Bump", "Identity", "Ledger", "Look", "Member", "Request"]
 
 EVICTION_WAIT_MS = 500
+# Since which version the ledger knows requests with outcomes, drained nodes, reservations and retention.
+OPERATIONS = 3
+# How long others leave a role alone that was given up for a certain node.
+HOLD_S = 2.0
+# How long a move of the balance keeps others from beginning one.
+MOVE_S = 30.0
+# A few milliseconds' worth of rows: this is asked between two heartbeats.
+PRUNE_STEP = 200
 
 History = tuple[int, int]
 
@@ -42,13 +50,26 @@ class Beat:
 
     roles: int
     epochs: int
-    requests: tuple[tuple[int, str], ...]
-    """Step-downs that were asked from afar: request and role."""
+    requests: tuple["Request", ...]
+    """What was asked of this node from afar and is not done yet, in the order in which it was asked."""
+    draining: bool | None = None
+    """Whether this node is drained, by its record; None where the ledger does not say."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """Who holds a role, by the ledger. `granted`: this session has just taken its lock."""
+class Request:
+    """Something that was asked from afar: `step_down` from a role, `drain` or `resume` of the node."""
+
+    request_id: int
+    kind: str
+    role: str | None
+    to_node_id: str | None = None
+    to_is_live: bool = False
+    """Whether the node that is to lead next is there, competes, and is not drained."""
+
+
+class Look(NamedTuple):
+    """Who holds a role, by the ledger. `granted`: this session has just taken its lock. One a role and try."""
 
     role: str
     granted: bool
@@ -61,6 +82,12 @@ class Look:
     lease_s: float | None
     backend_pid: int | None
     backend_start: str | None
+    reserved: bool = False
+    """Somebody gave it up for another node, just now: that one goes first."""
+    for_us: bool = False
+    """It was given up for this very node. Only a close look tells."""
+    gone: bool = False
+    """The backend of the recorded holder is not there any more. Only a close look tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +105,17 @@ class Bump:
     prev_instance: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A session that shares roles with others. `moving`: some role is on its way to a certain node."""
+
+    session_id: int
+    node_id: str
+    beat: int
+    lease_s: float
+    moving: bool
+
+
 class Ledger:
     """The statements of one recorded session."""
 
@@ -87,15 +125,21 @@ class Ledger:
         self._channel = channel
         self.session_id = 0
         self.history: History = (0, 0)
+        self.has_operations = False
+        """Whether the ledger is new enough for requests with outcomes, drained nodes, reservations and retention."""
 
-    async def open(self, *, gate_s: float, lease_s: float, candidate: bool) -> None:
+    async def open(
+        self, *, gate_s: float, lease_s: float, candidate: bool, draining: bool = False, balance: bool = False
+    ) -> None:
         """Check the ledger's version and record this session."""
         await self.session.verify()
         version = (await self._rows("ledger_version"))[0]["version"]
         check_schema(version)
+        self.has_operations = version >= OPERATIONS
         me = self._identity
         (row,) = await self._write(
-            "ledger_open",
+            "ledger_open_3" if self.has_operations else "ledger_open",
+            **({"draining": draining, "balance": balance} if self.has_operations else {}),
             namespace=me.namespace,
             instance=me.instance,
             node_id=me.node_id,
@@ -110,19 +154,34 @@ class Ledger:
         self.session_id = row["session_id"]
         self.history = (row["system_identifier"], row["timeline"])
 
-    async def beat(self, settled: Sequence[str]) -> Beat:
-        """Say that this node lives; `settled` names the roles whose predecessor it has just waited out."""
+    async def beat(self, settled: Sequence[str], draining: bool | None = None) -> Beat:
+        """Say that this node lives; `settled` names the roles whose predecessor it has just waited out.
+
+        `draining`, if given, is what this node has decided since the last beat.
+        """
+        if self.has_operations:
+            (row,) = await self._write(
+                "ledger_tick", session_id=self.session_id, settled=list(settled), draining=draining
+            )
+            requests = tuple(Request(**entry) for entry in row["requests"] or ())
+            return Beat(row["roles"], int(row["epochs"]), requests, row["draining"])
         (row,) = await self._write("ledger_beat", session_id=self.session_id, settled=list(settled))
-        asked = tuple((entry["request_id"], entry["role"]) for entry in row["requests"] or ())
+        asked = tuple(Request(entry["request_id"], "step_down", entry["role"]) for entry in row["requests"] or ())
         return Beat(row["roles"], int(row["epochs"]), asked)
 
-    async def try_and_look(self, roles: Mapping[str, KeyPair], wanted: Mapping[str, bool]) -> list[Look]:
-        """Try the locks of the wanted roles, and look at the holders of all."""
+    async def try_and_look(
+        self, roles: Mapping[str, KeyPair], wanted: Mapping[str, bool], *, look_closely: bool = False
+    ) -> list[Look]:
+        """Try the locks of the wanted roles, and look at the holders of all: closely, whether they are there at all."""
+        name = "ledger_try_and_look"
+        if self.has_operations:
+            name = "ledger_try_and_look_closely" if look_closely else "ledger_try_and_look_3"
         rows = await self._rows(
-            "ledger_try_and_look",
+            name,
+            **({"node_id": self._identity.node_id, "hold_s": HOLD_S} if self.has_operations else {}),
             namespace=self._identity.namespace,
             **_columns(roles),
-            wanted=[wanted[role] for role in roles],
+            wanted="{" + ",".join(["t" if wanted[role] else "f" for role in roles]) + "}",
         )
         return [
             Look(
@@ -137,6 +196,9 @@ class Ledger:
                 lease_s=row["lease_s"],
                 backend_pid=row["backend_pid"],
                 backend_start=row["backend_start"],
+                reserved=row.get("reserved", False),
+                for_us=row.get("for_us", False),
+                gone=bool(row.get("gone")),
             )
             for row in rows
         ]
@@ -195,8 +257,53 @@ class Ledger:
             await self._write("ledger_note_eviction", session_id=self.session_id, evicted_session_id=look.session_id)
         return ended
 
-    async def finish_request(self, request_id: int) -> None:
-        await self._write("ledger_finish_request", session_id=self.session_id, request_id=request_id)
+    async def settle_request(self, request_id: int, outcome: str = "done", detail: str | None = None) -> None:
+        """Write down what became of a request: `done` or `refused`."""
+        if self.has_operations:
+            await self._write(
+                "ledger_settle_request",
+                session_id=self.session_id,
+                request_id=request_id,
+                outcome=outcome,
+                detail=detail,
+            )
+        else:
+            await self._write("ledger_finish_request", session_id=self.session_id, request_id=request_id)
+
+    async def reserve(self, request_ids: Sequence[int]) -> None:
+        """What these asked for is about to be free: the nodes that they name go first."""
+        await self._write("ledger_reserve", session_id=self.session_id, request_ids=list(request_ids))
+
+    async def note_drain(self, kind: str, details: Mapping[str, str | None]) -> None:
+        """For people: a drain of these roles began or ended."""
+        await self._rows(
+            "ledger_note_drain",
+            session_id=self.session_id,
+            kind=kind,
+            roles=list(details),
+            details=list(details.values()),
+        )
+
+    async def members(self) -> list[Member]:
+        """Who shares the roles out, this session among them."""
+        rows = await self._rows("ledger_members", namespace=self._identity.namespace, move_s=MOVE_S)
+        return [Member(**row) for row in rows]
+
+    async def ask_step_down(self, role: str, to_node_id: str) -> bool:
+        """Ask the leader of a role, which may be ourselves, to hand it over; False if nobody leads it."""
+        (row,) = await self._write(
+            "ledger_request_step_down",
+            role=role,
+            namespace=self._identity.namespace,
+            to_node_id=to_node_id,
+            channel=self._channel,
+        )
+        return row["request_id"] is not None
+
+    async def prune(self, keep_s: float) -> bool:
+        """Delete a little of what is too old; True if there may be more."""
+        (row,) = await self._rows("ledger_prune", namespace=self._identity.namespace, keep_s=keep_s, step=PRUNE_STEP)
+        return bool(row["pruned"] >= PRUNE_STEP)
 
     async def close(self) -> None:
         """Say goodbye: the record ends with the session, and not at some later look."""
@@ -215,8 +322,14 @@ class Ledger:
 
 
 def _columns(roles: Mapping[str, KeyPair]) -> dict[str, object]:
+    """As literals of arrays: a thousand roles twice a second, and the driver looks at each element several times."""
     return {
-        "roles": list(roles),
-        "key1": [key1 for key1, _ in roles.values()],
-        "key2": [key2 for _, key2 in roles.values()],
+        "roles": "{" + ",".join(map(_quoted, roles)) + "}",
+        "key1": "{" + ",".join([str(key1) for key1, _ in roles.values()]) + "}",
+        "key2": "{" + ",".join([str(key2) for _, key2 in roles.values()]) + "}",
     }
+
+
+def _quoted(name: str) -> str:
+    """An element of an array's literal, whatever is in it."""
+    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -22,12 +22,12 @@ from psycopg import AsyncConnection
 from pgleaderlock._borrowed import BorrowedSession
 from pgleaderlock._callbacks import CallbackRegistry
 from pgleaderlock._clock import BOOT_CLOCK, Clock
+from pgleaderlock._config_duration import positive_s
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._fsm import Input
 from pgleaderlock._lifecycle import Lifecycle, LifecycleSettings
 from pgleaderlock._logging import get_logger
 from pgleaderlock._session import DedicatedSession, Session
-from pgleaderlock.config import positive_s
 from pgleaderlock.errors import ConfigurationError, LockError, ShutdownError
 from pgleaderlock.keys import DEFAULT_NAMESPACE, check_key_pair, key_pair
 from pgleaderlock.models import Callback, ErrorCallback, LockState, StateChangeCallback

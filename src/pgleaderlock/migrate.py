@@ -28,7 +28,7 @@ from pgleaderlock.keys import key_pair, key_params
 
 __all__ = ["LEDGER_VERSION", "advance_epoch", "check_schema", "migrate", "pending", "sql"]
 
-LEDGER_VERSION = 2
+LEDGER_VERSION = 3
 VERSION_MIN = 140000
 # Longer than the wait for another node's migration (60 s, in migrate_lock).
 TIMEOUT_S = 120.0

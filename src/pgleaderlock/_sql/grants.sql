@@ -2,7 +2,7 @@
 -- the ledger and calls functions that check who is asking; it never writes to a table, and advances no epoch by hand.
 
 -- name: grants
--- Not granted: advance_epoch (an operator's remedy), history (used inside only), and anything of the lock server's: whoever
+-- Not granted: advance_epoch (an operator's remedy), history, is_live_candidate and request_of_node (used inside only), and anything of the lock server's: whoever
 -- can read a lease's id can act as its holder.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
 GRANT SELECT ON
@@ -23,6 +23,14 @@ GRANT EXECUTE ON FUNCTION
     pgleaderlock.note_eviction,
     pgleaderlock.request_step_down,
     pgleaderlock.finish_request,
+    pgleaderlock.describe_session,
+    pgleaderlock.tick,
+    pgleaderlock.note_drain,
+    pgleaderlock.request_drain,
+    pgleaderlock.request_resume,
+    pgleaderlock.reserve,
+    pgleaderlock.settle_request,
+    pgleaderlock.prune,
     pgleaderlock.fence,
     pgleaderlock.fence_strictly,
     pgleaderlock.fence_key

@@ -17,6 +17,23 @@ FROM pgleaderlock.open_session(
     %(gate_s)s, %(lease_s)s, %(candidate)s, %(library_version)s,
     (SELECT a.backend_start FROM pg_stat_get_activity(pg_backend_pid()) a)) o
 
+-- name: ledger_open_3
+-- The same for a ledger of version 3, with what only that one can record. One statement: a node is never half described.
+SELECT o.session_id, o.system_identifier, o.timeline, d AS described,
+       CASE WHEN current_setting('synchronous_commit') = 'off'
+            THEN set_config('synchronous_commit', 'on', false)
+            ELSE set_config('synchronous_commit', current_setting('synchronous_commit'), false) END AS durable
+FROM pgleaderlock.open_session(
+    %(namespace)s, %(instance)s::uuid, %(node_id)s, %(host)s, %(os_pid)s, %(holder_identity)s,
+    %(gate_s)s, %(lease_s)s, %(candidate)s, %(library_version)s,
+    (SELECT a.backend_start FROM pg_stat_get_activity(pg_backend_pid()) a)) o,
+    LATERAL pgleaderlock.describe_session(o.session_id, %(draining)s, %(balance)s) d
+
+-- name: ledger_tick
+-- The heartbeat where the ledger has version 3.
+SELECT beat, roles, epochs, requests, draining
+FROM pgleaderlock.tick(%(session_id)s, %(settled)s::text[], %(draining)s::boolean)
+
 -- name: ledger_beat
 SELECT beat, roles, epochs, requests FROM pgleaderlock.beat(%(session_id)s, %(settled)s::text[])
 
@@ -34,6 +51,67 @@ SELECT t.role, t.granted, l.epoch, l.session_id, l.ended, s.beat, s.holder_ident
 FROM tried t
 LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
 LEFT JOIN pgleaderlock.sessions s ON s.session_id = l.session_id
+
+-- name: ledger_try_and_look_3
+-- The same where the ledger has version 3: what was given up for another node is left to it for a moment. One that does
+-- not see the reservation yet (its snapshot is older) may win all the same: a preference, and no promise.
+WITH reserved AS MATERIALIZED (
+    SELECT DISTINCT r.role FROM pgleaderlock.requests r
+    WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s
+      AND r.released_at > clock_timestamp() - %(hold_s)s * interval '1 second'
+), tried AS MATERIALIZED (
+    SELECT a.role, r.role IS NOT NULL AS reserved,
+           CASE WHEN a.wanted AND r.role IS NULL THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END AS granted
+    FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
+         AS a (role, key1, key2, wanted)
+    LEFT JOIN reserved r ON r.role = a.role
+)
+SELECT t.role, t.granted, t.reserved, l.epoch, l.session_id, l.ended, s.beat, s.holder_identity, s.node_id, s.lease_s,
+       s.backend_pid, extract(epoch FROM s.backend_start)::text AS backend_start
+FROM tried t
+LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
+LEFT JOIN pgleaderlock.sessions s ON s.session_id = l.session_id
+
+-- name: ledger_try_and_look_closely
+-- The same for a node that balances. It tries only what it knows to be free, so it must see more: whether the backend of a
+-- recorded holder is gone, though its record says otherwise (looked up once a holder, and not once a role); and whether a
+-- role was given up for this very node.
+WITH reserved AS MATERIALIZED (
+    SELECT r.role, bool_and(r.to_node_id = %(node_id)s) AS for_us FROM pgleaderlock.requests r
+    WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id IS NOT NULL
+      AND r.released_at > clock_timestamp() - %(hold_s)s * interval '1 second'
+    GROUP BY r.role
+), holders AS MATERIALIZED (
+    SELECT s.*, NOT EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid)) AS gone
+    FROM pgleaderlock.sessions s
+    WHERE s.session_id IN (SELECT l.session_id FROM pgleaderlock.leaders l WHERE l.namespace = %(namespace)s)
+), tried AS MATERIALIZED (
+    SELECT a.role, coalesce(NOT r.for_us, false) AS reserved, coalesce(r.for_us, false) AS for_us,
+           CASE WHEN a.wanted AND coalesce(r.for_us, true) THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END AS granted
+    FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
+         AS a (role, key1, key2, wanted)
+    LEFT JOIN reserved r ON r.role = a.role
+)
+SELECT t.role, t.granted, t.reserved, t.for_us, l.epoch, l.session_id, l.ended, s.beat, s.holder_identity, s.node_id, s.lease_s,
+       s.backend_pid, extract(epoch FROM s.backend_start)::text AS backend_start, s.gone
+FROM tried t
+LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
+LEFT JOIN holders s ON s.session_id = l.session_id
+
+-- name: ledger_members
+-- Who shares the roles of this namespace out: candidates that balance and are not drained, by their record and their
+-- backend. Whether a beat is new is for the caller's own clock. `moving`: a role is on its way to a certain node.
+SELECT s.session_id, s.node_id, s.beat, s.lease_s,
+       EXISTS (SELECT FROM pgleaderlock.requests r
+               WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.kind = 'step_down' AND r.to_node_id IS NOT NULL
+                 AND r.at > clock_timestamp() - %(move_s)s * interval '1 second') AS moving
+FROM pgleaderlock.sessions s
+WHERE s.namespace = %(namespace)s AND s.ended_at IS NULL AND s.candidate AND s.balance AND NOT s.draining
+  AND s.last_heartbeat > clock_timestamp() - make_interval(secs => 2 * s.lease_s)
+  AND EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid))
+
+-- name: ledger_request_step_down
+SELECT pgleaderlock.request_step_down(%(role)s, %(namespace)s, %(to_node_id)s, %(channel)s) AS request_id
 
 -- name: ledger_bump
 SELECT * FROM pgleaderlock.bump(
@@ -64,6 +142,18 @@ SELECT pgleaderlock.note_eviction(%(session_id)s, %(evicted_session_id)s) AS not
 
 -- name: ledger_finish_request
 SELECT pgleaderlock.finish_request(%(session_id)s, %(request_id)s) AS finished
+
+-- name: ledger_settle_request
+SELECT pgleaderlock.settle_request(%(session_id)s, %(request_id)s, %(outcome)s, %(detail)s) AS settled
+
+-- name: ledger_reserve
+SELECT pgleaderlock.reserve(%(session_id)s, %(request_ids)s::bigint[]) AS reserved
+
+-- name: ledger_note_drain
+SELECT pgleaderlock.note_drain(%(session_id)s, %(kind)s, %(roles)s::text[], %(details)s::text[]) AS noted
+
+-- name: ledger_prune
+SELECT pgleaderlock.prune(%(namespace)s, %(keep_s)s * interval '1 second', %(step)s) AS pruned
 
 -- name: ledger_close
 SELECT pgleaderlock.close_session(%(session_id)s) AS closed

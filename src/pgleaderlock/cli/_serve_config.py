@@ -2,17 +2,17 @@
 
 What the file says takes the place of the options' defaults: an option and its environment variable come first.
 
-Imports click and the standard library. Must never take a key that it does not know for a remark.
+Imports click, `_config_file` and the standard library. Must never take a key that it does not know for a remark.
 """
 
 import difflib
-import re
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import click
+
+from pgleaderlock._config_file import ConfigFileError, read_toml
 
 __all__ = ["read_config"]
 
@@ -21,20 +21,17 @@ def read_config(path: Path, options: Iterable[click.Parameter]) -> dict[str, Any
     """What the file sets, by parameter name. Raises `click.UsageError`."""
     known = {option.name: option for option in options if isinstance(option, click.Option) and option.name != "config"}
     try:
-        text = path.read_text(encoding="utf-8")
-        document = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.UsageError(f"--config {path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise click.UsageError(f"--config {path} is not TOML: {error}") from error
-    for key, value in document.items():
-        where = f"--config {path}{_line_of(text, key)}"
+        file = read_toml(path)
+    except ConfigFileError as error:
+        raise click.UsageError(f"--config {error}") from error
+    for key, value in file.document.items():
+        where = f"--config {file.where((key,))}"
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
             raise click.UsageError(f"{where}: unknown setting {key!r}: {remedy}")
         _check_type(where, key, value, known[key])
-    return document
+    return file.document
 
 
 def _check_type(where: str, key: str, value: Any, option: click.Option) -> None:
@@ -45,11 +42,3 @@ def _check_type(where: str, key: str, value: Any, option: click.Option) -> None:
         raise click.UsageError(f"{where}: {key} takes {wanted}")
     if option.is_flag != isinstance(value, bool):
         raise click.UsageError(f"{where}: {key} is {'true or false' if option.is_flag else 'neither true nor false'}")
-
-
-def _line_of(text: str, key: str) -> str:
-    written = re.compile(rf"""\s*(?:\[\s*)?["']?{re.escape(key)}["']?\s*(?:[=.\]])""")
-    for number, line in enumerate(text.splitlines(), 1):
-        if written.match(line):
-            return f" line {number}"
-    return ""

@@ -26,6 +26,7 @@ from typing import Any
 
 import click
 
+from pgleaderlock import _systemd as systemd
 from pgleaderlock.cli._command import find_executable
 from pgleaderlock.cli._fenced import check_fenced, fenced_options, given, make_election
 from pgleaderlock.cli._logging import LEVELS, configure
@@ -38,6 +39,7 @@ from pgleaderlock.cli._output import (
     optional_dsn_option,
     resolve_dsn,
 )
+from pgleaderlock.cli._probes import Watched, check_probes, probe_options
 from pgleaderlock.cli._reach import Look, explained, hopeless
 from pgleaderlock.cli._timing import (
     allow_pooler_option,
@@ -49,7 +51,7 @@ from pgleaderlock.cli._timing import (
 from pgleaderlock.cli.status import describe, look_at
 from pgleaderlock.election import LeaderElection
 from pgleaderlock.errors import LockError, NotLeader, PgLeaderLockError, ShutdownError, UnsafeSessionError
-from pgleaderlock.lock import LockOptions
+from pgleaderlock.lock import LeaderLock, LockOptions
 from pgleaderlock.models import LeaderToken, LockState, RetryContext
 from pgleaderlock.retry import ExponentialBackoff
 
@@ -117,6 +119,7 @@ class Attempts:
     help="With --wait: wait at the server for this long per try, and win within milliseconds.",
 )
 @allow_pooler_option
+@probe_options
 @click.option(
     "--embedded", is_flag=True, help="Use a private PostgreSQL of this user on this machine, started if need be."
 )
@@ -142,6 +145,8 @@ def exec_(
     late_threshold: float | None,
     standby_wait: float,
     allow_pooler: bool,
+    metrics_port: int | None,
+    metrics_host: str,
     embedded: bool,
     log_level: str | None,
     command: tuple[str, ...],
@@ -154,7 +159,9 @@ def exec_(
     """
     configure(log_level or "ERROR")
     check_fenced(ctx, lock_key, fenced=fenced)
-    env = {**os.environ, **_variables(lock_key)}
+    check_probes(ctx, fenced=fenced, port=metrics_port)
+    # It is we whom systemd listens to and watches.
+    env = {name: value for name, value in os.environ.items() if name not in systemd.VARIABLES} | _variables(lock_key)
     # A command that cannot run must not take the lock from one that can.
     find_executable(command[0], env)
     timing = LockOptions(
@@ -178,7 +185,7 @@ def exec_(
             allow_pooler=allow_pooler,
             grace_s=grace_s,
         )
-        return asyncio.run(FencedRun(resolved, job, election).run())
+        return asyncio.run(FencedRun(resolved, job, election).watched(metrics_host, metrics_port))
 
 
 def _variables(lock_key: LockKey) -> dict[str, str]:
@@ -214,10 +221,17 @@ async def _compete_and_run(dsn: str, job: Job, timing: LockOptions) -> int:
     options["retry_strategy"] = attempts
     lock = make_lock(dsn, job.lock_key, **options)
     _warn_of_overlap(job, timing)
+    async with Watched(lock) as around:
+        return await _run_with(lock, run, attempts, dsn, around)
+
+
+async def _run_with(lock: LeaderLock, run: OneRun, attempts: Attempts, dsn: str, around: Watched) -> int:
+    job = run.job
     run.catch_signals()
     await lock.start()
     leading = asyncio.ensure_future(lock.lead(lambda: run.work(lock)))
     enough: list[asyncio.Future[Any]] = [leading, run.interrupted_by]
+    around.ready()
     try:
         await asyncio.wait(enough, timeout=job.wait_s or None, return_when=asyncio.FIRST_COMPLETED)
         if run.began:
@@ -253,7 +267,11 @@ class FencedRun:
         self._looked = False
         """The first try is over, however it went."""
 
-    async def run(self) -> int:
+    async def watched(self, host: str, port: int | None) -> int:
+        async with Watched(self._election, host=host, port=port) as around:
+            return await self.run(around)
+
+    async def run(self, around: Watched) -> int:
         self._run = run = OneRun(self._job)
         self._listen()
         run.catch_signals()
@@ -263,12 +281,14 @@ class FencedRun:
         try:
             await self._election.start()
             leading = asyncio.ensure_future(self._election.lead(self._role, self._work))
+            around.ready()
             await self._compete(leading)
             if run.began:
                 await asyncio.wait([leading])
             run.called_off = True
         finally:
             watching.cancel()
+            around.stopping()
             with contextlib.suppress(ShutdownError):
                 await self._election.shutdown(SHUTDOWN_TIMEOUT_S)
         with contextlib.suppress(Ended, LockError):

@@ -25,6 +25,7 @@ from pgleaderlock.cli._output import (
     optional_dsn_option,
     resolve_dsn,
 )
+from pgleaderlock.cli._probes import Watched, check_probes, probe_options
 from pgleaderlock.cli._reach import explained, hopeless
 from pgleaderlock.cli._signals import Stopper
 from pgleaderlock.cli._timing import POSITIVE, allow_pooler_option, in_option_words, make_lock, timing_options
@@ -58,6 +59,7 @@ __all__ = ["run"]
     help="Wait at the server for this long per try: takeover within milliseconds.  [default: 0, try and back off]",
 )
 @allow_pooler_option
+@probe_options
 @click.option(
     "--embedded",
     is_flag=True,
@@ -82,6 +84,8 @@ def run(
     no_auto_reacquire: bool,
     standby_wait: float,
     allow_pooler: bool,
+    metrics_port: int | None,
+    metrics_host: str,
     embedded: bool,
     log_format: str,
     log_level: str,
@@ -97,6 +101,7 @@ def run(
     """
     configure(log_level, json=log_format == "json")
     check_fenced(ctx, lock_key, fenced=fenced)
+    check_probes(ctx, fenced=fenced, port=metrics_port)
     with Stopper() as stopper, contextlib.ExitStack() as at_end:
         server = _embedded_server(ctx) if embedded else None
         where = (lambda: server.dsn) if server is not None else _resolved(dsn)
@@ -133,9 +138,9 @@ def run(
                 asyncio.run(migrate(server.dsn))
         log.info("run_started", key1=lock_key.key1, key2=lock_key.key2, pid=os.getpid())
         if isinstance(contender, LeaderElection):
-            code = asyncio.run(_FencedElection(contender, stopper, log).run())
+            code = asyncio.run(_FencedElection(contender, stopper, log).watched(metrics_host, metrics_port))
         else:
-            code = asyncio.run(_Election(contender, stopper, log).run())
+            code = asyncio.run(_Election(contender, stopper, log).watched())
     log.info("run_ended", exit_code=code)
     return code
 
@@ -153,14 +158,20 @@ class _Election:
         self._tried = False
         self._led = False
 
-    async def run(self) -> int:
+    async def watched(self) -> int:
+        async with Watched(self._lock) as around:
+            return await self.run(around)
+
+    async def run(self, around: Watched) -> int:
         self._listen()
         await self._lock.start()
+        around.ready()
         ends = [asyncio.ensure_future(self._stopper.asked()), asyncio.ensure_future(self._heard.wait())]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._stopper.signum is not None:
                 self._log.info("stopping", signal=signal.Signals(self._stopper.signum).name)
+            around.stopping()
             await self._lock.shutdown()
         finally:
             for end in ends:
@@ -222,7 +233,11 @@ class _FencedElection:
         self._log = log
         (self._role,) = election.roles
 
-    async def run(self) -> int:
+    async def watched(self, host: str, port: int | None) -> int:
+        async with Watched(self._election, host=host, port=port) as around:
+            return await self.run(around)
+
+    async def run(self, around: Watched) -> int:
         self._listen()
         watching = asyncio.ensure_future(self._watch())
         asked = asyncio.ensure_future(self._stopper.asked())
@@ -235,7 +250,9 @@ class _FencedElection:
                 error = self._election.last_error
                 if isinstance(error, PgLeaderLockError) and hopeless(error):
                     raise explained(error)
+                around.ready()
             signum = await asked
+            around.stopping()
             self._log.info("stopping", signal=signal.Signals(signum).name)
         finally:
             asked.cancel()

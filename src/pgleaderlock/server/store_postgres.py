@@ -20,10 +20,10 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
+from pgleaderlock._config_duration import positive_s
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._listener import listen
 from pgleaderlock._logging import get_logger
-from pgleaderlock.config import positive_s
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 from pgleaderlock.migrate import migrate, pending
 from pgleaderlock.server._postgres_pool import Pool, store_error

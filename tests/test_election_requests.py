@@ -1,0 +1,357 @@
+"""Asked from afar, through SQL alone: durable, obeyed once, with an outcome; a notification only wakes."""
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgleaderlock import LeaderElection, LockState, key_pair
+from pgleaderlock.ledger import Beat, Ledger
+from support.elections import PATIENT, STEADY, Story, admin, bounded, ledger_dsns, one, opens, until
+from support.server_side import holders
+
+# A node that does not listen and looks seldom: whoever listens would win before it, if nobody held back.
+SLOW = {**PATIENT, "acquire_delay_s": (0.4, 0.5), "listen_channel": None}
+
+
+@pytest.fixture
+def superuser(dsn: str) -> str:
+    return ledger_dsns(dsn)["superuser"]
+
+
+@pytest.fixture
+def node_dsn(dsn: str) -> str:
+    return ledger_dsns(dsn)["plain"]
+
+
+@pytest.fixture
+def name() -> str:
+    """Of everything in one test: its roles, its nodes, its namespace."""
+    return f"asked-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def node(node_dsn: str, name: str) -> Callable[..., LeaderElection]:
+    """Makes a node of the test's own namespace, in which nobody else's nodes are."""
+
+    def make(node_id: str, roles: Any = None, **settings: Any) -> LeaderElection:
+        options = {**PATIENT, **settings}
+        return LeaderElection(node_dsn, roles or f"{name}-role", node_id=node_id, namespace=name, **options)
+
+    return make
+
+
+class Hand:
+    """An operator's hand: what the command line sends, as a role with no more rights than a node."""
+
+    def __init__(self, dsn: str, superuser: str, name: str) -> None:
+        self._dsn, self._superuser, self._name = dsn, superuser, name
+
+    def step_down(self, role: str, to: str | None = None) -> int | None:
+        query = "SELECT pgleaderlock.request_step_down(%s, %s, %s, 'pgleaderlock') AS id"
+        return self._id(one(self._dsn, query, role, self._name, to))
+
+    def drain(self, node_id: str) -> int | None:
+        return self._id(
+            one(self._dsn, "SELECT pgleaderlock.request_drain(%s, %s, 'pgleaderlock') AS id", node_id, self._name)
+        )
+
+    def resume(self, node_id: str) -> int | None:
+        return self._id(
+            one(self._dsn, "SELECT pgleaderlock.request_resume(%s, %s, 'pgleaderlock') AS id", node_id, self._name)
+        )
+
+    def _id(self, row: dict[str, Any]) -> int | None:
+        return None if row["id"] is None else int(row["id"])
+
+    def outcome(self, request_id: int | None) -> tuple[str | None, str | None]:
+        row = one(
+            self._superuser, "SELECT outcome, detail FROM pgleaderlock.requests WHERE request_id = %s", request_id
+        )
+        return row["outcome"], row["detail"]
+
+    async def settled(self, request_id: int | None) -> tuple[str | None, str | None]:
+        await until(lambda: self.outcome(request_id)[0] is not None, "the outcome of the request")
+        return self.outcome(request_id)
+
+    def events(self) -> list[tuple[str, str | None, str | None]]:
+        with admin(self._superuser) as conn:
+            rows = conn.execute(
+                "SELECT kind, role, node_id FROM pgleaderlock.events WHERE namespace = %s"
+                " AND kind NOT LIKE 'session%%' ORDER BY event_id",
+                (self._name,),
+            ).fetchall()
+        return [(row["kind"], row["role"], row["node_id"]) for row in rows]
+
+    def session(self, node_id: str) -> dict[str, Any]:
+        return one(
+            self._superuser,
+            "SELECT * FROM pgleaderlock.sessions WHERE namespace = %s AND node_id = %s AND ended_at IS NULL",
+            self._name,
+            node_id,
+        )
+
+
+@pytest.fixture
+def hand(node_dsn: str, superuser: str, name: str) -> Hand:
+    return Hand(node_dsn, superuser, name)
+
+
+# --- To a certain node
+
+
+async def test_the_named_node_leads_next_though_others_are_quicker(
+    node: Callable[..., LeaderElection], hand: Hand, name: str
+) -> None:
+    role = f"{name}-role"
+    async with node("gives") as gives, node("quick") as quick, node("named", **SLOW) as named:
+        await bounded(quick.drain())
+        await bounded(named.drain())
+        await opens(gives, role)
+        await quick.resume()
+        await named.resume()
+        await until(lambda: quick.leader(role) is not None and named.leader(role) is not None)
+        await until(lambda: not hand.session("named")["draining"])
+        asked = hand.step_down(role, "named")
+        await opens(named, role)
+        assert await hand.settled(asked) == ("done", "named leads it")
+        assert (quick.state(role), gives.state(role)) == (LockState.FOLLOWER, LockState.FOLLOWER)
+
+
+@pytest.mark.parametrize("why", ["unknown", "no candidate", "drained", "gone", "killed"])
+async def test_a_node_that_cannot_take_over_is_refused_and_nothing_is_given_up(
+    node: Callable[..., LeaderElection], hand: Hand, name: str, why: str
+) -> None:
+    role = f"{name}-role"
+    async with node("leads") as leads:
+        await opens(leads, role)
+        named = node("named", candidate=why != "no candidate")
+        await named.start()
+        if why == "drained":
+            await bounded(named.drain())
+            await until(lambda: hand.session("named")["draining"])
+        if why == "gone":
+            await named.shutdown()
+        if why == "killed":  # its record is as fresh as that of the living
+            assert named._task is not None
+            named._task.cancel()
+            await until(lambda: named.state(role) is LockState.STOPPED)
+        asked = hand.step_down(role, "nobody" if why == "unknown" else "named")
+        outcome, detail = await hand.settled(asked)
+        assert outcome == "refused"
+        assert detail is not None
+        assert "no live candidate" in detail
+        assert leads.gate(role).is_leader
+        assert leads.gate(role).current_epoch == 1
+        await named.shutdown()
+
+
+async def test_a_named_node_that_does_not_compete_keeps_the_role_free_for_a_moment_only(
+    node: Callable[..., LeaderElection], hand: Hand, name: str
+) -> None:
+    """It is alive and a candidate, but for another role: no table says that. Everybody's own next look is far away."""
+    role, far = f"{name}-role", {"acquire_delay_s": (500.0, 550.0)}
+    async with node("gives", **far) as gives, node("named", f"{name}-other"):
+        await opens(gives, role)
+        async with node("waits", **far) as waits:
+            await until(lambda: waits.leader(role) is not None)
+            asked = hand.step_down(role, "named")
+            await opens(waits, role)
+            assert await hand.settled(asked) == ("done", "waits leads it, and not named")
+
+
+async def test_a_role_that_nobody_leads_and_a_node_that_is_not_there_are_nothing_to_ask(hand: Hand, name: str) -> None:
+    assert hand.step_down(f"{name}-role") is None
+    assert hand.drain("nobody") is None
+    assert hand.resume("nobody") is None
+    assert hand.events() == []
+
+
+# --- Of a node
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+async def test_a_node_that_is_asked_to_drain_gives_up_everything_and_stays_so_over_a_reconnect(
+    node: Callable[..., LeaderElection], hand: Hand, superuser: str, name: str, threaded: bool
+) -> None:
+    roles = [f"{name}-{number}" for number in range(3)]
+    drained = node("drained", roles, heartbeat_thread=threaded)
+    async with drained:
+        for role in roles:
+            await opens(drained, role)
+        async with node("other", roles) as other:
+            await until(lambda: all(other.leader(role) for role in roles))
+            asked = hand.drain("drained")
+            for role in roles:
+                await opens(other, role)
+            assert await hand.settled(asked) == ("done", "clean")
+            before = hand.session("drained")
+            assert before["draining"]
+            one(superuser, "SELECT pg_terminate_backend(%s)", before["backend_pid"])
+            await until(lambda: hand.session("drained")["session_id"] > before["session_id"])
+            assert hand.session("drained")["draining"]
+            assert [drained.drained(role) for role in roles] == [True] * 3
+        resumed = hand.resume("drained")
+        for role in roles:
+            await opens(drained, role)
+        assert (await hand.settled(resumed))[0] == "done"
+        assert not hand.session("drained")["draining"]
+        kinds = {kind for kind, _, _ in hand.events()}
+        assert kinds == {
+            "acquired",
+            "released",
+            "drain_requested",
+            "drain_began",
+            "drain_ended",
+            "resume_requested",
+        }
+        asked = hand.drain("drained")
+        assert (await hand.settled(asked))[0] == "done"
+    async with drained:  # a process that was restarted begins anew
+        for role in roles:
+            await opens(drained, role)
+
+
+async def test_a_drain_that_waits_for_work_is_open_until_the_work_ends(
+    node: Callable[..., LeaderElection], hand: Hand, name: str
+) -> None:
+    role = f"{name}-role"
+    async with node("busy", **STEADY) as busy:
+        await opens(busy, role)
+        with busy.gate(role).acting():
+            asked = hand.drain("busy")
+            await until(lambda: busy.draining(role))
+            beat = hand.session("busy")["beat"]
+            await until(lambda: hand.session("busy")["beat"] > beat + 2)
+            assert hand.outcome(asked) == (None, None)
+        assert await hand.settled(asked) == ("done", "clean")
+
+
+async def test_the_later_of_two_opposite_requests_counts(
+    node: Callable[..., LeaderElection], hand: Hand, name: str
+) -> None:
+    role = f"{name}-role"
+    async with node("busy", **STEADY) as busy:
+        await opens(busy, role)
+        with busy.gate(role).acting():
+            drain = hand.drain("busy")
+            await until(lambda: busy.draining(role))
+            resume = hand.resume("busy")
+            assert (await hand.settled(resume))[0] == "done"
+        assert (await hand.settled(drain))[0] == "refused"
+        await opens(busy, role)
+
+
+async def test_an_answer_that_was_on_its_way_does_not_undo_what_the_application_has_decided(
+    node: Callable[..., LeaderElection], node_dsn: str, hand: Hand, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heartbeat's answer says that the node is not drained; it left the server before the drain was asked for."""
+    role = f"{name}-role"
+    real, on_its_way, go_on = Ledger.beat, asyncio.Event(), asyncio.Event()
+
+    async def beat(self: Ledger, *args: Any) -> Beat:
+        answer = await real(self, *args)
+        on_its_way.set()
+        await go_on.wait()
+        return answer
+
+    async with node("decides", **STEADY) as election:
+        await opens(election, role)
+        monkeypatch.setattr(Ledger, "beat", beat)
+        await bounded(on_its_way.wait())
+        draining = asyncio.ensure_future(election.drain())
+        await until(lambda: election.drained(role))
+        go_on.set()
+        assert await bounded(draining)
+        await until(lambda: hand.session("decides")["draining"])
+        assert election.drained(role)
+        assert holders(node_dsn, key_pair(role, name)) == []
+        assert [event[0] for event in hand.events()].count("acquired") == 1, "it was won again in between"
+        await election.resume()
+        await opens(election, role)
+        await until(lambda: not hand.session("decides")["draining"])
+
+
+# --- When
+
+
+async def test_each_request_wakes_its_node_at_once(node: Callable[..., LeaderElection], hand: Hand, name: str) -> None:
+    """Its next heartbeat is minutes away."""
+    role = f"{name}-role"
+    election = node("sleeps", heartbeat_interval_s=400.0)
+    story = Story(election)
+    async with election:
+        await opens(election, role)
+        hand.drain("sleeps")
+        await story.heard("on_released", role)
+        hand.resume("sleeps")
+        await opens(election, role)
+        hand.step_down(role)
+        await story.heard("on_released", role, times=2)
+
+
+async def test_a_request_that_is_five_minutes_old_is_expired_and_not_obeyed(
+    node: Callable[..., LeaderElection], hand: Hand, superuser: str, name: str
+) -> None:
+    role = f"{name}-role"
+    async with node("leads", **STEADY) as leads:
+        await opens(leads, role)
+        with admin(superuser) as conn:
+            old = [
+                conn.execute(
+                    "INSERT INTO pgleaderlock.requests (kind, namespace, role, node_id, at)"
+                    " VALUES (%s, %s, %s, %s, clock_timestamp() - interval '5 minutes 1 second') RETURNING request_id",
+                    (kind, name, *(whom)),
+                ).fetchone()
+                for kind, whom in (("step_down", (role, None)), ("drain", (None, "leads")))
+            ]
+        for row in old:
+            assert row is not None
+            assert (await hand.settled(row["request_id"]))[0] == "expired"
+        assert leads.gate(role).current_epoch == 1
+        assert leads.gate(role).is_leader
+
+
+async def test_the_story_of_a_handover_is_in_the_events(
+    node: Callable[..., LeaderElection], hand: Hand, name: str
+) -> None:
+    role = f"{name}-role"
+    async with node("a") as a:
+        await opens(a, role)
+        async with node("b") as b:
+            await until(lambda: b.leader(role) is not None)
+            hand.step_down(role, "b")
+            await opens(b, role)
+            told = hand.events()
+    assert told == [
+        ("acquired", role, "a"),
+        ("step_down_requested", role, None),
+        ("released", role, "a"),
+        ("acquired", role, "b"),
+    ]
+
+
+async def test_a_plain_role_settles_only_what_is_asked_of_its_own_session(
+    node: Callable[..., LeaderElection], node_dsn: str, hand: Hand, name: str
+) -> None:
+    role = f"{name}-role"
+    async with node("leads") as leads:
+        await opens(leads, role)
+        with leads.gate(role).acting():
+            asked = hand.drain("leads")
+            await until(lambda: leads.draining(role))
+            theirs = hand.session("leads")["session_id"]
+            with psycopg.connect(node_dsn, autocommit=True) as conn:
+                conn.execute("SELECT pgleaderlock.settle_request(%s, %s, 'done', NULL)", (theirs, asked))
+                conn.execute("SELECT pgleaderlock.note_drain(%s, 'drain_began', ARRAY['x'], ARRAY['y'])", (theirs,))
+                conn.execute("SELECT pgleaderlock.reserve(%s, ARRAY[%s])", (theirs, asked))
+                with pytest.raises(psycopg.errors.Error) as refused:
+                    conn.execute("SELECT pgleaderlock.tick(%s, '{}', NULL)", (theirs,))
+                assert refused.value.sqlstate == "PGL03"
+            assert hand.outcome(asked) == (None, None)
+            assert ("drain_began", "x", "leads") not in hand.events()
+            assert len(holders(node_dsn, key_pair(role, name))) == 1
+        await hand.settled(asked)
