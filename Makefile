@@ -24,7 +24,7 @@ export UV_SYSTEM_CERTS := 1
 export UV_NO_PROGRESS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test proof test-pg check format bench test-deps lock-deps diagram wheel clean distclean
+.PHONY: help install demo test proof test-pg check format bench test-deps lock-deps diagram screenshots wheel clean distclean
 
 help: ## Show this list
 	@echo 'make TARGET, where TARGET is one of:'
@@ -67,6 +67,9 @@ lock-deps: $(STAMP) ## Choose new versions: requirements-dev.in becomes requirem
 
 diagram: $(STAMP) ## Draw the state machine anew from its table, into docs/state-machine.md
 	$(PY) tools/state_diagram.py
+
+screenshots: $(STAMP) ## Take the pictures of docs/dashboard.md anew; ARGS=--measure prints how quick the pages are
+	PYTHONPATH=tests $(PY) -m tools.screenshots $(ARGS)
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(VENV)/bin/uv build --quiet --wheel --no-build-isolation --python $(PY) --out-dir dist .

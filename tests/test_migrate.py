@@ -443,7 +443,9 @@ def test_a_new_history_leaves_every_number_of_the_old_ones_behind(
         assert conn.execute(asked, (last, *issued_in, *here)).fetchone() == (then,)
 
 
-@pytest.mark.parametrize("name", ["grants", "grants_fence_only", "grants_table_owner", "grants_lock_server"])
+@pytest.mark.parametrize(
+    "name", ["grants", "grants_fence_only", "grants_table_owner", "grants_lock_server", "grants_reader"]
+)
 def test_the_documented_grants_are_the_real_ones(name: str) -> None:
     page = (Path(__file__).parents[1] / "docs" / "ledger.md").read_text()
     found = re.search(rf"<!-- sql: {name} -->\n```sql\n(.*?);\n```", page, re.DOTALL)

@@ -169,7 +169,7 @@ def test_a_granted_lease_is_there_after_a_restart(tmp_path: Path) -> None:
         ("GET", "/v1/locks", None, {"Host": "evil.example:7420"}, 403),
         ("GET", "/healthz", None, {"Host": "evil.example"}, 403),
         ("POST", "/v1/locks/x/break", {}, {}, 403),
-        ("GET", "/", None, {}, 404),
+        ("GET", "/nothing", None, {}, 404),
         ("GET", "/v1/locks/", None, {}, 404),
         ("GET", "/v1/locks/a/b/c", None, {}, 404),
         ("POST", "/v1/locks/a/nonsense", OWNER, {}, 404),

@@ -39,14 +39,21 @@ _LOCK = key_pair("migrate", "pgleaderlock ledger")
 _RUN_MIGRATE = "run `pgleaderlock migrate` on this database"
 
 
-async def migrate(dsn: Dsn, *, grant_to: str | None = None, grant_lock_server_to: str | None = None) -> list[int]:
+async def migrate(
+    dsn: Dsn,
+    *,
+    grant_to: str | None = None,
+    grant_lock_server_to: str | None = None,
+    grant_reader_to: str | None = None,
+) -> list[int]:
     """Bring the ledger to this library's version; answers which versions were applied now.
 
     `grant_to` names a role that is given what a node of an election needs at run time, `grant_lock_server_to` one that
-    is given what a lock server needs. Raises `SchemaError` when this role may not do that, or when the ledger is newer
-    than this library can serve; nothing is changed then.
+    is given what a lock server needs, `grant_reader_to` one that may look at the ledger, as a dashboard does. Raises
+    `SchemaError` when this role may not do that, or when the ledger is newer than this library can serve; nothing is
+    changed then.
     """
-    grants = _all_grants(grant_to, grant_lock_server_to)
+    grants = _all_grants(grant_to, grant_lock_server_to, grant_reader_to)
     applied: list[int] = []
     async with _connected(dsn) as conn:
         for version in _todo(await _looked(conn)):
@@ -97,7 +104,9 @@ def check_schema(version: int | None) -> None:
         )
 
 
-def sql(*, grant_to: str | None = None, grant_lock_server_to: str | None = None) -> str:
+def sql(
+    *, grant_to: str | None = None, grant_lock_server_to: str | None = None, grant_reader_to: str | None = None
+) -> str:
     """Everything that `migrate` would do to an empty database, as text for a DBA's own hands."""
     lock = statement("migrate_lock").decode() % key_params(_LOCK)
     parts = []
@@ -107,7 +116,7 @@ def sql(*, grant_to: str | None = None, grant_lock_server_to: str | None = None)
         )
     parts.extend(
         f"-- pgleaderlock: what a role needs at run time.\n\nBEGIN;\n{grants};\nCOMMIT;\n"
-        for grants in _all_grants(grant_to, grant_lock_server_to)
+        for grants in _all_grants(grant_to, grant_lock_server_to, grant_reader_to)
     )
     return "\n".join(parts)
 
@@ -167,8 +176,8 @@ async def _apply(conn: psycopg.AsyncConnection[Any], version: int) -> None:
         raise SchemaError(f"migration {version} failed, and nothing of it was applied: {_text(error)}") from error
 
 
-def _all_grants(node_role: str | None, lock_server_role: str | None) -> list[str]:
-    wanted = {"grants": node_role, "grants_lock_server": lock_server_role}
+def _all_grants(node_role: str | None, lock_server_role: str | None, reader_role: str | None) -> list[str]:
+    wanted = {"grants": node_role, "grants_lock_server": lock_server_role, "grants_reader": reader_role}
     return [_grants(name, role) for name, role in wanted.items() if role is not None]
 
 

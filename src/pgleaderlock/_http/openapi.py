@@ -105,5 +105,5 @@ def _reply(reply: Reply) -> Schema:
 
 def _content(body: type[msgspec.Struct] | str) -> Schema:
     if isinstance(body, str):
-        return {body: {"schema": {"type": "string"}}}
+        return {body: {"schema": {"type": "object" if body == "application/json" else "string"}}}
     return {"application/json": {"schema": {"$ref": _REF.format(name=body.__name__)}}}

@@ -36,6 +36,19 @@ GRANT EXECUTE ON FUNCTION
     pgleaderlock.fence_key
 TO {role}
 
+-- name: grants_reader
+-- For a role that only looks: dashboards, and the commands that show something.
+GRANT USAGE ON SCHEMA pgleaderlock TO {role};
+GRANT SELECT ON
+    pgleaderlock.schema_version,
+    pgleaderlock.sessions,
+    pgleaderlock.leaders,
+    pgleaderlock.terms,
+    pgleaderlock.events,
+    pgleaderlock.requests,
+    pgleaderlock.leader_state
+TO {role}
+
 -- name: grants_fence_only
 -- For a role that writes behind the fence and never leads itself.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};

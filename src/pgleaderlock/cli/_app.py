@@ -53,6 +53,7 @@ COMMANDS = {
     "config": LazyCommand("pgleaderlock.cli.config_:config", "Check and show the settings of an election."),
     "alerts": LazyCommand("pgleaderlock.cli.alerts:alerts", "Write alerting rules for Prometheus."),
     "serve": LazyCommand("pgleaderlock.cli.serve:serve", "Serve leases with fencing tokens over HTTP."),
+    "dashboard": LazyCommand("pgleaderlock.cli.dashboard:dashboard", "Show leaders and their history in a browser."),
     "lock": LazyCommand("pgleaderlock.cli.lock_:lock", "Take, keep and look at locks of a lock server."),
     "load": LazyCommand("pgleaderlock.cli.load:load", "Put a lock server under load, and check what it promises."),
     "demo": LazyCommand("pgleaderlock.cli.demo:demo", "Watch three nodes elect a leader and survive its death."),

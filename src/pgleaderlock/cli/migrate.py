@@ -20,7 +20,8 @@ __all__ = ["migrate"]
 @click.option("--print", "only_print", is_flag=True, help="Print the SQL instead; needs no database.")
 @click.option("--grant-to", metavar="ROLE", help="Give this database role what it needs at run time, and no more.")
 @click.option("--grant-lock-server-to", metavar="ROLE", help="The same for the role of a lock server.")
-def migrate(dsn: str | None, only_print: bool, grant_to: str | None, grant_lock_server_to: str | None) -> int:
+@click.option("--grant-reader-to", metavar="ROLE", help="The same for a role that only looks, such as a dashboard's.")
+def migrate(dsn: str | None, only_print: bool, **grants: str | None) -> int:
     """Create or upgrade the ledger: the tables and functions of epochs, gates, fences and the lock server.
 
     They live in the schema pgleaderlock.
@@ -32,11 +33,9 @@ def migrate(dsn: str | None, only_print: bool, grant_to: str | None, grant_lock_
     """
     try:
         if only_print:
-            click.echo(ledger.sql(grant_to=grant_to, grant_lock_server_to=grant_lock_server_to), nl=False)
+            click.echo(ledger.sql(**grants), nl=False)
             return EXIT_OK
-        applied = asyncio.run(
-            ledger.migrate(resolve_dsn(dsn), grant_to=grant_to, grant_lock_server_to=grant_lock_server_to)
-        )
+        applied = asyncio.run(ledger.migrate(resolve_dsn(dsn), **grants))
     except ConfigurationError as error:
         raise click.UsageError(str(error)) from error
     except ConnectionError as error:
@@ -45,8 +44,8 @@ def migrate(dsn: str | None, only_print: bool, grant_to: str | None, grant_lock_
         click.echo(f"applied version {version}")
     if not applied:
         click.echo(f"nothing to do: the ledger has version {ledger.LEDGER_VERSION} or newer")
-    if grant_to is not None:
-        click.echo(f"granted run-time rights to {grant_to}")
-    if grant_lock_server_to is not None:
-        click.echo(f"granted a lock server's rights to {grant_lock_server_to}")
+    rights = {"grant_to": "run-time", "grant_lock_server_to": "a lock server's", "grant_reader_to": "a reader's"}
+    for option, role in grants.items():
+        if role is not None:
+            click.echo(f"granted {rights[option]} rights to {role}")
     return EXIT_OK

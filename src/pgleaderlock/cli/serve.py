@@ -12,30 +12,47 @@ import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
+from pgleaderlock._election_settings import check_channel
+from pgleaderlock._election_setup import DEFAULT_CHANNEL
 from pgleaderlock._logging import get_logger
 from pgleaderlock.cli._logging import LEVELS, configure
 from pgleaderlock.cli._output import EXIT_OK, DurationType, without_passwords
 from pgleaderlock.cli._serve_config import read_config
 from pgleaderlock.cli._signals import Stopper
 from pgleaderlock.errors import ConfigurationError
+from pgleaderlock.keys import DEFAULT_NAMESPACE
 
 if TYPE_CHECKING:
-    from pgleaderlock.server.run import LockServer, ServerSettings
+    from pgleaderlock._http.serving import Tls
+    from pgleaderlock.dashboard.run import LedgerSettings
+    from pgleaderlock.server.run import ServerSettings
 
-__all__ = ["serve"]
+__all__ = ["allow_descriptors", "check_extra", "run_until_signal", "serve", "tls_of"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-_NEEDED = ("apsw", "httptools", "msgspec", "prometheus_client", "starlette", "uvloop")
+_NEEDED = ("httptools", "msgspec", "prometheus_client", "starlette", "uvloop")
 _POSITIVE = DurationType(zero_allowed=False)
 _FILE = click.Path(path_type=Path)
 _COUNT = click.IntRange(min=1)
 # Descriptors beside the clients' connections: the store's files or connections, the loop's own, standard streams.
 _OTHER_DESCRIPTORS = 128
+
+
+class Server(Protocol):
+    """What can be run until a signal."""
+
+    url: str
+
+    async def start(self) -> None: ...
+
+    async def ended(self) -> None: ...
+
+    async def stop(self) -> None: ...
 
 
 def _load_config(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
@@ -72,34 +89,63 @@ def _option(name: str, **settings: Any) -> Callable[[_Command], _Command]:
 @_option("--sweep-interval", type=_POSITIVE, default=1.0, help="Between two looks for expired leases.  [default: 1s]")
 @_option("--header-timeout", type=_POSITIVE, default=30.0, help="For a header, and between requests.  [default: 30s]")
 @_option("--body-timeout", type=_POSITIVE, default=10.0, help="For a body to arrive.  [default: 10s]")
+@_option("--dsn", metavar="DSN", help="The ledger whose leaders the dashboard shows.  [default: a PostgreSQL --store]")
+@_option("--namespace", default=DEFAULT_NAMESPACE, show_default=True, help="Of those leaders.")
+@_option("--channel", default=DEFAULT_CHANNEL, show_default=True, help="Where their nodes notify (listen_channel).")
 @_option("--access-log", is_flag=True, help="Log each request.")
 @_option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @_option("--log-level", type=click.Choice(LEVELS, case_sensitive=False), default="INFO", show_default=True)
 def serve(store: str, max_locks: int, log_format: str, log_level: str, **options: Any) -> int:
-    """Serve leases with fencing tokens over HTTP, until SIGINT or SIGTERM.
+    """Serve leases with fencing tokens over HTTP, and the dashboard at /, until SIGINT or SIGTERM.
 
     Listens on this machine only; beyond it, --token-file is needed.
     """
-    _check_extra()
+    check_extra("the lock server", "apsw", *_NEEDED)
     configure(log_level, json=log_format == "json")
-    from pgleaderlock.server.run import LockServer, store_from_url  # noqa: PLC0415 - its extra may be missing.
+    from pgleaderlock.dashboard.run import Mounted  # noqa: PLC0415 - its extra may be missing.
+    from pgleaderlock.server.run import LockServer, store_from_url  # noqa: PLC0415 - as above.
 
     settings = _settings(options)
-    _allow_descriptors(settings.serving.connections_max)
+    allow_descriptors(settings.serving.connections_max)
+    store = store.strip()
     with Stopper() as stopper:
         server = LockServer(
-            store_from_url(store.strip(), locks_max=max_locks, waiters_max=settings.service.waiters_max), settings
+            store_from_url(store, locks_max=max_locks, waiters_max=settings.service.waiters_max),
+            settings,
+            Mounted(_ledger(store, options)),
         )
         note = "with tokens" if settings.token_file is not None else "without tokens, for this machine only"
-        said = f"(store {without_passwords(store)}, {note})"
-        _run(_serve(server, stopper, said))
+        run_until_signal(server, stopper, f"(store {without_passwords(store)}, {note})")
     return EXIT_OK
 
 
-async def _serve(server: "LockServer", stopper: Stopper, said: str) -> None:
+def _ledger(store: str, options: dict[str, Any]) -> "LedgerSettings | None":
+    """Where leaders are looked for: where it is said, or where the locks are, if that can have some."""
+    from pgleaderlock.dashboard.run import LedgerSettings  # noqa: PLC0415 - as above.
+
+    try:
+        channel = check_channel(options["channel"])
+    except ConfigurationError as error:
+        raise click.UsageError(str(error).replace("listen_channel", "--channel")) from error
+    dsn = options["dsn"]
+    if dsn is None and not store.startswith("postgres"):
+        return None
+    found = store if dsn is None else dsn.strip()
+    return LedgerSettings(found, options["namespace"], channel, required=dsn is not None)
+
+
+def run_until_signal(server: Server, stopper: Stopper, said: str, log_name: str = "pgleaderlock.server") -> None:
+    """Starts a server, says where it listens, and stops it when a signal asks for it."""
+    import uvloop  # noqa: PLC0415 - belongs to the extra.
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(server, stopper, said, log_name))
+
+
+async def _serve(server: Server, stopper: Stopper, said: str, log_name: str) -> None:
     from pgleaderlock.server.run import ServerError  # noqa: PLC0415 - as above.
 
-    log = get_logger("pgleaderlock.server")
+    log = get_logger(log_name)
     asked = asyncio.ensure_future(stopper.asked())
     starting = asyncio.ensure_future(server.start())
     await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
@@ -127,33 +173,33 @@ async def _serve(server: "LockServer", stopper: Stopper, said: str) -> None:
         raise ServerError("the server has ended by itself: the log above says why")
 
 
-def _run(main: Any) -> None:
-    import uvloop  # noqa: PLC0415 - belongs to the extra.
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
-
-
-def _check_extra() -> None:
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+def check_extra(what: str, *needed: str) -> None:
+    missing = [name for name in needed or _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigurationError(f"the lock server needs {', '.join(missing)}: pip install 'pgleaderlock[server]'")
+        raise ConfigurationError(f"{what} needs {', '.join(missing)}: pip install 'pgleaderlock[server]'")
+
+
+def tls_of(cert: Path | None, key: Path | None) -> "Tls | None":
+    from pgleaderlock._http.serving import Tls  # noqa: PLC0415 - as above.
+
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise click.UsageError("--tls-cert and --tls-key belong together: give both")
+    return Tls(cert, key)
 
 
 def _settings(options: dict[str, Any]) -> "ServerSettings":
-    from pgleaderlock._http.serving import ServingLimits, Tls  # noqa: PLC0415 - as above.
+    from pgleaderlock._http.serving import ServingLimits  # noqa: PLC0415 - as above.
     from pgleaderlock.server.run import ServerSettings  # noqa: PLC0415
     from pgleaderlock.server.service import ServiceLimits  # noqa: PLC0415
 
-    cert, key = options["tls_cert"], options["tls_key"]
-    if (cert is None) != (key is None):
-        raise click.UsageError("--tls-cert and --tls-key belong together: give both")
     return ServerSettings(
         host=options["host"].strip(),
         port=options["port"],
         token_file=options["token_file"],
         allowed_hosts=tuple(options["allowed_host"]),
-        tls=Tls(cert, key) if cert is not None else None,
+        tls=tls_of(options["tls_cert"], options["tls_key"]),
         body_timeout_s=options["body_timeout"],
         access_log=options["access_log"],
         serving=ServingLimits(connections_max=options["max_connections"], header_timeout_s=options["header_timeout"]),
@@ -165,7 +211,7 @@ def _settings(options: dict[str, Any]) -> "ServerSettings":
     )
 
 
-def _allow_descriptors(connections_max: int) -> None:
+def allow_descriptors(connections_max: int) -> None:
     """Raises the process's own limit as far as it may, and refuses to promise connections that it could not have."""
     wanted = connections_max + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

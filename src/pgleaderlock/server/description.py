@@ -5,6 +5,7 @@ The types come from `wire`; here is what a type cannot say. Nothing is answered 
 Imports `wire` and `_http.openapi`. Must never describe a field.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from pgleaderlock._http.openapi import Operation, Reply, document
 from pgleaderlock._version import VERSION
 from pgleaderlock.server import wire
 
-__all__ = ["OPERATIONS", "openapi_bytes", "openapi_document"]
+__all__ = ["OPERATIONS", "READ", "STATUS_OPERATIONS", "openapi_bytes", "openapi_document", "query_field"]
 
 _REFUSALS = {
     400: Reply("The request is malformed: the error says where."),
@@ -29,8 +30,9 @@ _STORE = {503: Reply("The store is full, busy or away, or the server is stopping
 _METHOD = {405: Reply("This path knows other methods.", headers=["Allow"])}
 _PATH = {404: Reply("There is nothing at this path.")}
 
-_READ = {**_REFUSALS, **_TOKEN, **_STORE, **_METHOD, **_PATH}
-_WRITE = {**_READ, **_BODY}
+READ = {**_REFUSALS, **_TOKEN, **_STORE, **_METHOD, **_PATH}
+"""What every question about the state of something may be answered."""
+_WRITE = {**READ, **_BODY}
 
 _LOCK: dict[str, Any] = {
     "name": "lock",
@@ -58,7 +60,7 @@ _LEASE = {
 _SAME_LOCK = {"lock": "$response.body#/lock_name"}
 
 
-def _query(name: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
+def query_field(name: str, text: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "in": "query", "description": text, "schema": schema}
 
 
@@ -71,6 +73,34 @@ _FROM_ACQUIRE: dict[str, dict[str, Any]] = {
     "release": {"operationId": "release", "parameters": _SAME_LOCK, "requestBody": dict(_LEASE)},
     "get": {"operationId": "get", "parameters": _SAME_LOCK},
 }
+
+STATUS_OPERATIONS = (
+    Operation(
+        "GET",
+        "/healthz",
+        "health",
+        "The process runs.",
+        {**_REFUSALS, **_METHOD, 200: Reply("It does.", wire.StatusReply)},
+        needs_token=False,
+    ),
+    Operation(
+        "GET",
+        "/readyz",
+        "ready",
+        "What it is there for would work now.",
+        {**_REFUSALS, **_METHOD, **_STORE, 200: Reply("It would.", wire.StatusReply)},
+        needs_token=False,
+    ),
+    Operation(
+        "GET",
+        "/openapi.json",
+        "describe",
+        "This document.",
+        {**_REFUSALS, **_METHOD, 200: Reply("The document.", "application/json")},
+        needs_token=False,
+    ),
+)
+"""Of every server of ours. They tell nothing about anybody, and are open."""
 
 OPERATIONS = (
     Operation(
@@ -122,7 +152,7 @@ OPERATIONS = (
         "/v1/locks/{lock}",
         "get",
         "A lock as it is. One that nobody has ever taken is free.",
-        {**_READ, 200: Reply("The lock.", wire.LockReply)},
+        {**READ, 200: Reply("The lock.", wire.LockReply)},
         None,
         [_LOCK],
     ),
@@ -131,12 +161,12 @@ OPERATIONS = (
         "/v1/locks",
         "list",
         "Locks in the order of their names.",
-        {**_READ, 200: Reply("A page of locks.", wire.ListReply)},
+        {**READ, 200: Reply("A page of locks.", wire.ListReply)},
         None,
         [
-            _query("prefix", "Only names that begin so.", _PART_OF_NAME),
-            _query("cursor", "`next_cursor` of the page before.", _PART_OF_NAME),
-            _query("limit", "Locks on a page.", {"type": "integer", "minimum": 1, "maximum": wire.LIST_LIMIT_MAX}),
+            query_field("prefix", "Only names that begin so.", _PART_OF_NAME),
+            query_field("cursor", "`next_cursor` of the page before.", _PART_OF_NAME),
+            query_field("limit", "Locks on a page.", {"type": "integer", "minimum": 1, "maximum": wire.LIST_LIMIT_MAX}),
         ],
     ),
     Operation(
@@ -150,50 +180,25 @@ OPERATIONS = (
     ),
     Operation(
         "GET",
-        "/healthz",
-        "health",
-        "The process runs.",
-        {**_REFUSALS, **_METHOD, 200: Reply("It does.", wire.StatusReply)},
-        needs_token=False,
-    ),
-    Operation(
-        "GET",
-        "/readyz",
-        "ready",
-        "An acquire would work now.",
-        {**_REFUSALS, **_METHOD, **_STORE, 200: Reply("It would.", wire.StatusReply)},
-        needs_token=False,
-    ),
-    Operation(
-        "GET",
         "/metrics",
         "metrics",
         "For Prometheus.",
         {**_REFUSALS, **_METHOD, **_TOKEN, 200: Reply("The metrics.", "text/plain")},
     ),
-    Operation(
-        "GET",
-        "/openapi.json",
-        "describe",
-        "This document.",
-        {**_REFUSALS, **_METHOD, 200: Reply("The document.", "application/json")},
-        needs_token=False,
-    ),
+    *STATUS_OPERATIONS,
 )
 
 
-def openapi_document() -> dict[str, Any]:
+def openapi_document(more: Sequence[Operation] = ()) -> dict[str, Any]:
+    """`more`: what is served beside the locks."""
     info = {"title": "pgleaderlock lock server", "version": VERSION}
-    described = document(info, OPERATIONS)
+    described = document(info, [*OPERATIONS, *more])
     # A union of types without a tag, which msgspec cannot have as a field's type.
     bodies = ("AcquireReply", "AcquireRefused", "RenewReply", "RenewRefused", "ReleaseReply", "ErrorReply")
     result = described["components"]["schemas"]["BatchResult"]
     result["properties"]["body"] = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in bodies]}
-    described["paths"]["/openapi.json"]["get"]["responses"]["200"]["content"] = {
-        "application/json": {"schema": {"type": "object"}}
-    }
     return described
 
 
-def openapi_bytes() -> bytes:
-    return msgspec.json.encode(openapi_document())
+def openapi_bytes(more: Sequence[Operation] = ()) -> bytes:
+    return msgspec.json.encode(openapi_document(more))

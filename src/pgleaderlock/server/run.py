@@ -8,12 +8,16 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import unquote
 
+from pgleaderlock._http.answers import Receive, Scope, Send
 from pgleaderlock._http.bodies import Waits
 from pgleaderlock._http.hosts import HostCheck
+from pgleaderlock._http.openapi import Operation
 from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, check_tls, is_loopback, listen
 from pgleaderlock._http.tokens import Tokens
 from pgleaderlock._logging import get_logger
@@ -24,7 +28,7 @@ from pgleaderlock.server.metrics import Metrics
 from pgleaderlock.server.service import Service, ServiceLimits
 from pgleaderlock.server.store import LOCKS_MAX, WAITERS_MAX, Store, StoreError
 
-__all__ = ["LockServer", "ServerError", "ServerSettings", "store_from_url"]
+__all__ = ["Front", "Inside", "LockServer", "Mount", "ServerError", "ServerSettings", "store_from_url"]
 
 _MOMENT_S = 0.1
 _ANSWER_S = 15.0
@@ -75,13 +79,50 @@ def store_from_url(url: str, *, locks_max: int = LOCKS_MAX, waiters_max: int = W
     raise ConfigurationError("--store must be sqlite:///path/to/locks.db or postgresql://user@host/dbname")
 
 
-class LockServer:
-    """`start`, then `stop`, each once."""
+@dataclass(frozen=True)
+class Inside:
+    """What an application that stands in front of the locks is given."""
 
-    def __init__(self, store: Store, settings: ServerSettings) -> None:
+    app: LockApp
+    hosts: HostCheck
+    tokens: Tokens | None
+    waits: Waits
+    connections_max: int
+    access_log: bool
+
+
+class Front(Protocol):
+    """An application in front of the locks: it passes on what is not its own."""
+
+    in_flight: int
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]: ...
+
+    def stop(self) -> None: ...
+
+    async def answered(self) -> None: ...
+
+
+class Mount(Protocol):
+    """Brings a `Front`."""
+
+    async def open(self) -> Sequence[Operation]:
+        """Called when the store is open; gives what it adds to the description."""
+        ...
+
+    def wrap(self, inside: Inside) -> Front: ...
+
+    async def close(self) -> None: ...
+
+
+class LockServer:
+    """`start`, then `stop`, each once. `mount` brings what stands in front of the locks, such as a dashboard."""
+
+    def __init__(self, store: Store, settings: ServerSettings, mount: Mount | None = None) -> None:
         settings.check()
         self._store = store
         self._settings = settings
+        self._mount = mount
         self._tokens = Tokens.load(settings.token_file) if settings.token_file is not None else None
         self._log = get_logger("pgleaderlock.server")
         self._background: list[asyncio.Task[None]] = []
@@ -98,29 +139,39 @@ class LockServer:
                 await self._store.open()
             except StoreError as error:
                 raise ServerError(str(error)) from error
-            self._assemble(listening)
+            more = await self._mount.open() if self._mount is not None else ()
+            self._assemble(listening, more)
         except BaseException:
             listening.close()
+            if self._mount is not None:
+                await self._mount.close()
             await self._store.close()
             raise
         shown = f"[{host}]" if ":" in host else host
         self.url = f"{'https' if settings.tls else 'http'}://{shown}:{port}"
 
-    def _assemble(self, listening: socket.socket) -> None:
+    def _assemble(self, listening: socket.socket, more: Sequence[Operation]) -> None:
         settings = self._settings
         metrics = Metrics()
         service = Service(self._store, metrics, settings.service)
         waits = Waits(settings.body_timeout_s)
-        self._app = LockApp(
+        hosts = HostCheck([settings.host, *settings.allowed_hosts])
+        locks = LockApp(
             service,
             metrics,
             waits,
-            hosts=HostCheck([settings.host, *settings.allowed_hosts]),
+            hosts=hosts,
             tokens=self._tokens,
-            openapi=openapi_bytes(),
+            openapi=openapi_bytes(more),
             access_log=settings.access_log,
         )
-        self._http = HttpServer(self._app, listening, settings.serving, settings.tls)
+        self._apps: list[Front] = [locks]
+        if self._mount is not None:
+            inside = Inside(
+                locks, hosts, self._tokens, waits, settings.serving.connections_max, access_log=settings.access_log
+            )
+            self._apps.append(self._mount.wrap(inside))
+        self._http = HttpServer(self._apps[-1], listening, settings.serving, settings.tls)
         self._http.start()
         self._background = [asyncio.ensure_future(service.monitor()), asyncio.ensure_future(waits.run())]
 
@@ -141,17 +192,21 @@ class LockServer:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        if self._mount is not None:
+            await self._mount.close()
         await self._store.close()
 
     async def _answered(self) -> None:
         # Who has sent a whole request needs no more than a moment. The others wait, for a lock or for their own client.
         deadline = time.monotonic() + _MOMENT_S
         # An event in its place would have to be set and cleared by every request.
-        while self._app.in_flight and time.monotonic() < deadline:  # noqa: ASYNC110
+        while any(app.in_flight for app in self._apps) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_MOMENT_S / 20)
-        self._app.stop()
+        for app in self._apps:
+            app.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
-                await self._app.answered()
+                for app in self._apps:
+                    await app.answered()
                 return
         self._log.warning("requests_unanswered", after_s=_ANSWER_S)

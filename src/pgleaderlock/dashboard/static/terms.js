@@ -1,0 +1,89 @@
+// From terms to what a lane shows, without any element: spans, gaps, and what is too small to be seen alone.
+
+const SPAN_PX_MIN = 3;
+const GAP_PX_MIN = 4;
+export const ITEMS_MAX = 300;
+
+// Terms (the newest first) and the role's row become segments in the order of time. A term that still lasts ends where
+// its leader was last heard if that is late, and then nobody may act: that is a gap too.
+export function segments(terms, row, nowMs, { more = false, toNow = true } = {}) {
+  const found = [];
+  let endedMs = null;
+  let ended = null;
+  for (const term of [...terms].reverse()) {
+    if (ended === null && term.gap_ms > 0) endedMs = term.began_ms - term.gap_ms; // the one before is out of sight
+    if (endedMs !== null && term.began_ms > endedMs) {
+      found.push({ kind: "gap", fromMs: endedMs, toMs: term.began_ms, after: ended, before: term });
+    }
+    const toMs = term.ended_ms ?? lastSign(term, row, nowMs);
+    found.push({ kind: "term", fromMs: term.began_ms, toMs: Math.max(term.began_ms, toMs), term });
+    endedMs = toMs;
+    ended = term;
+  }
+  if (ended !== null && endedMs < nowMs) {
+    found.push({ kind: "gap", fromMs: endedMs, toMs: nowMs, after: ended, before: null, lasts: toNow, cut: !toNow });
+  }
+  if (more && found.length) found.unshift({ kind: "unknown", fromMs: 0, toMs: found[0].fromMs });
+  return found;
+}
+
+function lastSign(term, row, nowMs) {
+  if (row.epoch !== term.epoch || row.heartbeat === "ok" || row.heardMs === null) return nowMs;
+  return Math.min(nowMs, row.heardMs);
+}
+
+// Segments become items with a place in pixels. Terms that are too small to be seen stand together. A gap is always seen;
+// those that would cover each other become one, with what is between them.
+export function items(found, fromMs, toMs, widthPx) {
+  const perMs = widthPx / (toMs - fromMs);
+  const placed = [];
+  for (const segment of found) {
+    if (segment.toMs < fromMs || segment.fromMs > toMs) continue;
+    const leftPx = Math.max(0, (segment.fromMs - fromMs) * perMs);
+    const rightPx = Math.min(widthPx, (segment.toMs - fromMs) * perMs);
+    const item = { ...segment, leftPx, widthPx: rightPx - leftPx };
+    if (item.kind === "gap") placeGap(placed, item, widthPx);
+    else placeTerm(placed, item);
+  }
+  while (placed.length > ITEMS_MAX) join(placed[0], placed.splice(1, 1)[0], "several");
+  return placed;
+}
+
+function placeTerm(placed, item) {
+  const last = placed.at(-1);
+  item.tiny = item.kind === "term" && item.widthPx < SPAN_PX_MIN;
+  if (item.tiny && last?.tiny && last.kind !== "gap" && item.leftPx - (last.leftPx + last.widthPx) < 1) join(last, item, "several");
+  else placed.push({ ...item, widthPx: Math.max(1, item.widthPx) });
+}
+
+function placeGap(placed, item, widthPx) {
+  item.widthPx = Math.max(GAP_PX_MIN, item.widthPx);
+  item.leftPx = Math.min(item.leftPx, widthPx - item.widthPx);
+  const before = placed.findLastIndex((each) => each.kind === "gap");
+  if (before >= 0 && item.leftPx < placed[before].leftPx + placed[before].widthPx + 1) {
+    for (const between of placed.splice(before + 1)) join(placed[before], between, "gap");
+    join(placed[before], item, "gap");
+  } else {
+    placed.push(item);
+  }
+}
+
+function join(into, item, kind) {
+  into.several ??= [{ kind: into.kind, fromMs: into.fromMs, toMs: into.toMs }];
+  into.several.push(...(item.several ?? [item]));
+  into.kind = kind;
+  into.toMs = item.toMs;
+  into.lasts = item.lasts;
+  into.widthPx = Math.max(SPAN_PX_MIN, item.leftPx + item.widthPx - into.leftPx);
+}
+
+// Where the axis has its marks: at round times, and not closer than they can be read.
+const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+
+export function ticks(fromMs, toMs, widthPx, apartPx, offsetMs) {
+  const leastS = ((toMs - fromMs) / 1000) * (apartPx / Math.max(1, widthPx));
+  const stepMs = 1000 * (STEPS_S.find((step) => step >= leastS) ?? STEPS_S.at(-1));
+  const marks = [];
+  for (let at = Math.ceil((fromMs + offsetMs) / stepMs) * stepMs - offsetMs; at <= toMs; at += stepMs) marks.push(at);
+  return { stepMs, marks };
+}

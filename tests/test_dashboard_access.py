@@ -1,0 +1,289 @@
+"""Who may look: each path without a token, with a wrong one, by a session, and by a session that has ended."""
+
+import re
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+from pgleaderlock._http.answers import Refusal
+from pgleaderlock._http.tokens import ANYONE, Caller
+from pgleaderlock.dashboard import sessions
+from pgleaderlock.dashboard.sessions import Session, Sessions, check_same_origin
+from support.dashboards import Book, dashboard, json_of, ledger, opened, token_file
+from support.lockserver import ADMIN_TOKEN, PLAIN_TOKEN, PREFIX_TOKEN, LockServerProcess, Reply, acquire, lock_server
+
+SECRET_ROLE = "secret-role"
+SECRET_NODE = "secret-node"
+SECRET_LOCK = "secret-lock"
+SECRETS = (SECRET_ROLE, SECRET_NODE, SECRET_LOCK)
+
+# By hand, so that a new one is thought about.
+PAGES = ["/", "/history", f"/history?role={SECRET_ROLE}", "/events", "/nodes"]
+DATA = [
+    "/v1/leaders",
+    f"/v1/leaders/{SECRET_ROLE}/terms",
+    "/v1/leaders/unknown/terms",
+    "/v1/events",
+    "/v1/nodes",
+    "/v1/nothing",
+    "/v1/",
+]
+LOCK_PAGES = ["/locks", f"/locks?prefix={SECRET_LOCK}"]
+LOCK_DATA = ["/v1/locks", f"/v1/locks/{SECRET_LOCK}", "/metrics"]
+OPEN = ["/healthz", "/readyz", "/openapi.json", "/sign-in", "/static/app.js", "/static/style.css"]
+
+
+@pytest.fixture(scope="module")
+def book() -> Iterator[Book]:
+    with ledger() as written:
+        session = written.session(SECRET_NODE)
+        written.led(SECRET_ROLE, session)
+        written.term(SECRET_ROLE, 2, session, SECRET_NODE, "-5 min")
+        written.event("acquired", SECRET_ROLE, SECRET_NODE)
+        yield written
+
+
+@pytest.fixture(scope="module")
+def alone(book: Book, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LockServerProcess]:
+    """A dashboard with tokens."""
+    with dashboard(book.reader, tokens=token_file(tmp_path_factory.mktemp("alone"))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def mounted(book: Book, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LockServerProcess]:
+    """A lock server with tokens."""
+    with lock_server(tmp_path_factory.mktemp("mounted"), "--dsn", book.reader, tokens=True) as running:
+        assert acquire(running, SECRET_LOCK).status == 200
+        yield running
+
+
+@pytest.fixture(params=["alone", "mounted"])
+def server(request: pytest.FixtureRequest) -> LockServerProcess:
+    running = request.getfixturevalue(request.param)
+    assert isinstance(running, LockServerProcess)
+    return running
+
+
+def bare(server: LockServerProcess, method: str, path: str, body: bytes | None = None, /, **headers: str) -> Reply:
+    """A request with nothing but what is said here."""
+    connection = HTTPConnection(server.host, server.port, timeout=30)
+    connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    reply = Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+    connection.close()
+    return reply
+
+
+def sign_in(server: LockServerProcess, token: str, **headers: str) -> Reply:
+    form = {"Content_Type": "application/x-www-form-urlencoded", **headers}
+    return bare(server, "POST", "/sign-in", urlencode({"token": token}).encode(), **form)
+
+
+def cookie_of(reply: Reply) -> str:
+    assert (reply.status, reply.headers["location"]) == (303, "/")
+    return reply.headers["set-cookie"].partition(";")[0]
+
+
+def tells_nothing(reply: Reply) -> bool:
+    said = reply.body.decode() + "".join(reply.headers.values())
+    return not any(secret in said for secret in SECRETS)
+
+
+WRONG = [
+    {},
+    {"Authorization": ""},
+    {"Authorization": "Bearer wrong-token-000000000000"},
+    {"Authorization": f"Basic {ADMIN_TOKEN}"},
+    {"Cookie": "pgleaderlock_session="},
+    {"Cookie": "pgleaderlock_session=AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"},
+    {"Cookie": f"pgleaderlock_session={ADMIN_TOKEN}"},
+]
+
+
+@pytest.mark.parametrize("headers", WRONG, ids=lambda headers: next(iter(headers.values()), "nothing")[:12] or "empty")
+def test_without_a_token_no_path_tells_anything(server: LockServerProcess, headers: dict[str, str]) -> None:
+    for path in DATA + LOCK_DATA:  # the latter are nothing on a dashboard that stands alone, which is not told either
+        for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+            reply = bare(server, method, path, **headers)
+            assert (reply.status, reply.headers["www-authenticate"]) == (401, "Bearer"), (method, path)
+            assert tells_nothing(reply)
+    streamed = bare(server, "GET", "/v1/events", Accept="text/event-stream", **headers)
+    assert streamed.status == 401
+    for path in PAGES + LOCK_PAGES:
+        reply = bare(server, "GET", path, **headers)
+        assert (reply.status, reply.headers["location"]) == (303, "/sign-in"), path
+        assert tells_nothing(reply)
+        assert bare(server, "POST", path, **headers).status == 405
+    for path in OPEN:
+        reply = bare(server, "GET", path, **headers)
+        assert reply.status == 200, path
+        assert tells_nothing(reply)
+
+
+def test_with_a_token_or_a_session_every_path_answers(server: LockServerProcess) -> None:
+    cookie = cookie_of(sign_in(server, PLAIN_TOKEN))
+    for headers in ({"Authorization": f"Bearer {PLAIN_TOKEN}"}, {"Cookie": f"other=1; {cookie}; more=2"}):
+        for path in (*PAGES, *DATA[:2], "/v1/events", "/v1/nodes"):
+            reply = bare(server, "GET", path, **headers)
+            assert reply.status == 200, path
+            assert SECRET_NODE in reply.body.decode(), path
+        assert bare(server, "GET", "/v1/leaders/unknown/terms", **headers).status == 404
+
+
+def test_a_session_looks_at_locks_and_changes_none(mounted: LockServerProcess) -> None:
+    cookie = cookie_of(sign_in(mounted, ADMIN_TOKEN))
+    for path in (*LOCK_PAGES, *LOCK_DATA[:2]):
+        reply = bare(mounted, "GET", path, Cookie=cookie)
+        assert reply.status == 200
+        assert SECRET_LOCK in reply.body.decode()
+    json = {"Content_Type": "application/json", "Cookie": cookie}
+    for path in (f"/v1/locks/{SECRET_LOCK}/break", f"/v1/locks/{SECRET_LOCK}/acquire", "/v1/batch"):
+        assert bare(mounted, "POST", path, b"{}", **json).status == 401, path
+    assert bare(mounted, "GET", "/metrics", Cookie=cookie).status == 401
+    assert bare(mounted, "GET", "/v1/locks", Cookie=cookie, Authorization="Bearer wrong-token-00000").status == 401
+
+
+def test_a_limited_token_sees_its_locks_and_no_leaders(mounted: LockServerProcess) -> None:
+    acquire(mounted, "team%2Fjob")
+    cookie = cookie_of(sign_in(mounted, PREFIX_TOKEN))
+    for headers in ({"Cookie": cookie}, {"Authorization": f"Bearer {PREFIX_TOKEN}"}):
+        for path in (*DATA[:2], "/v1/events", "/v1/nodes"):
+            reply = bare(mounted, "GET", path, **headers)
+            assert reply.status == 403, path
+            assert tells_nothing(reply)
+        assert bare(mounted, "GET", "/v1/events", Accept="text/event-stream", **headers).status == 403
+        for path in PAGES[1:]:
+            assert bare(mounted, "GET", path, **headers).status == 404
+        assert bare(mounted, "GET", "/", **headers).headers["location"] == "/locks"
+        page = bare(mounted, "GET", "/locks", **headers)
+        assert (page.status, "team/job" in page.body.decode(), tells_nothing(page)) == (200, True, True)
+        assert bare(mounted, "GET", f"/locks?prefix={SECRET_LOCK}", **headers).status == 403
+
+
+def test_after_the_sign_out_the_cookie_is_worth_nothing(server: LockServerProcess) -> None:
+    cookie = cookie_of(sign_in(server, PLAIN_TOKEN))
+    assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 200
+    evil = bare(server, "POST", "/sign-out", Cookie=cookie, Origin="http://evil.example")
+    assert evil.status == 403
+    assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 200
+    left = bare(server, "POST", "/sign-out", Cookie=cookie)
+    assert (left.status, left.headers["location"]) == (303, "/sign-in")
+    assert re.match(r"pgleaderlock_session=;.*Max-Age=0", left.headers["set-cookie"])
+    assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 401
+
+
+def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites(server: LockServerProcess) -> None:
+    set_cookie = sign_in(server, PLAIN_TOKEN).headers["set-cookie"]
+    name_and_value, *attributes = set_cookie.split("; ")
+    assert attributes == ["Path=/", "Max-Age=43200", "HttpOnly", "SameSite=Strict"]
+    assert PLAIN_TOKEN not in name_and_value
+    assert sign_in(server, PLAIN_TOKEN).headers["set-cookie"] != set_cookie
+    # A proxy in front speaks TLS: the browser says so.
+    behind = sign_in(server, PLAIN_TOKEN, Host="localhost", Origin="https://localhost")
+    assert behind.headers["set-cookie"].endswith("; Secure")
+
+
+@pytest.mark.parametrize("token", ["", "wrong-token-0000000000000", PLAIN_TOKEN[:-1], PLAIN_TOKEN + "x", "\u2603" * 20])
+def test_a_wrong_token_opens_no_session(server: LockServerProcess, token: str) -> None:
+    reply = sign_in(server, token)
+    assert (reply.status, "set-cookie" in reply.headers) == (403, False)
+    assert reply.headers["content-type"].startswith("text/html")
+
+
+def test_what_is_no_sign_in_form_is_refused(server: LockServerProcess) -> None:
+    form = {"Content_Type": "application/x-www-form-urlencoded"}
+    assert bare(server, "POST", "/sign-in", b"{}", Content_Type="application/json").status == 415
+    assert bare(server, "POST", "/sign-in", b"token=" + b"x" * 5000, **form).status == 413
+    for body in (b"\xff", b"a=1&b=2&c=3&d=4&e=5", f"name={PLAIN_TOKEN}".encode()):
+        assert bare(server, "POST", "/sign-in", body, **form).status == 403
+    for origin in ("http://evil.example", "null", "http://localhost:1", "https://localhost:1", "file://localhost"):
+        reply = sign_in(server, PLAIN_TOKEN, Host="localhost", Origin=origin)
+        assert (reply.status, "set-cookie" in reply.headers) == (403, False), origin
+    assert sign_in(server, PLAIN_TOKEN, Sec_Fetch_Site="cross-site").status == 403
+    assert sign_in(server, PLAIN_TOKEN, Host="evil.example").status == 403
+    cookie_of(sign_in(server, PLAIN_TOKEN, Host="localhost:7421", Origin="http://localhost:7421"))
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "same"),
+    [
+        (b"http://localhost:7421", b"localhost:7421", True),
+        (b"http://LOCALHOST", b"localhost", True),
+        (b"http://[::1]:7421", b"[::1]:7421", True),
+        (b"https://locks.example", b"locks.example", True),
+        (b"https://locks.example", b"locks.example:443", True),
+        (b"http://locks.example", b"locks.example:443", False),
+        (b"http://locks.example.evil", b"locks.example", False),
+        (b"http://evil.example", b"locks.example", False),
+        (b"null", b"locks.example", False),
+        (b"", b"", False),
+        (b"http://", b"", False),
+        (b"http://localhost:x", b"localhost:x", False),
+        (b"http://\xff", b"\xff", False),
+    ],
+)
+def test_an_origin_is_ours_by_host_and_port(origin: bytes, host: bytes, same: bool) -> None:
+    headers = {b"origin": origin, b"host": host}
+    if same:
+        check_same_origin(headers)
+    else:
+        with pytest.raises(Refusal):
+            check_same_origin(headers)
+
+
+def test_sessions_end_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "SESSIONS_MAX", 3)
+    found = Sessions()
+
+    def session(secret: str) -> Session | None:
+        return found.find(f"a=b; {sessions.COOKIE}={secret}".encode())
+
+    secrets = [found.open(Caller(str(number)), b"Bearer x") for number in range(5)]
+    assert [session(secret) is not None for secret in secrets] == [False, False, True, True, True]
+    last = session(secrets[-1])
+    assert last is not None
+    assert last.caller.name == "4"
+    found.close(f"{sessions.COOKIE}={secrets[-1]}".encode())
+    assert (session(secrets[-1]), last.over) == (None, True)
+    monkeypatch.setattr(time, "monotonic", lambda: 1e12)
+    assert [session(secret) for secret in secrets] == [None] * 5
+    assert session(found.open(ANYONE, b"")) is not None
+    assert len(found._sessions) == 1, "those that have ended are gone"
+
+
+def test_without_tokens_there_is_nothing_to_sign_in_to(book: Book, tmp_path: Path) -> None:
+    with dashboard(book.reader) as server:
+        for method in ("GET", "POST"):
+            reply = bare(server, method, "/sign-in")
+            assert (reply.status, reply.headers["location"]) == (303, "/")
+        assert bare(server, "GET", "/").status == 200
+        assert json_of(server.ask("GET", "/v1/leaders"))["leaders"][0]["role"] == SECRET_ROLE
+
+
+def test_a_stream_ends_with_the_session_that_it_was_opened_with(book: Book, tmp_path: Path) -> None:
+    quick = "from pgleaderlock.dashboard import _streaming; _streaming.PING_S = 0.05"
+    with dashboard(book.reader, tokens=token_file(tmp_path), code=quick) as server:
+        cookie = cookie_of(sign_in(server, PLAIN_TOKEN))
+        with opened(server, Cookie=cookie) as stream:
+            stream.until("leaders")
+            bare(server, "POST", "/sign-out", Cookie=cookie)
+            with pytest.raises(AssertionError, match="has ended"):
+                stream.until("never")
+
+
+def test_no_token_and_no_cookie_is_logged(book: Book, tmp_path: Path) -> None:
+    with dashboard(book.reader, "--access-log", "--log-level", "debug", tokens=token_file(tmp_path)) as server:
+        cookie = cookie_of(sign_in(server, PLAIN_TOKEN))
+        sign_in(server, "wrong-token-0000000000000")
+        bare(server, "GET", "/v1/leaders", Cookie=cookie)
+        server.program.until("path=/v1/leaders")
+        server.program.until("signed_in name=worker")
+        assert server.stop() == 0
+        said = server.program.err
+    for secret in (PLAIN_TOKEN, "wrong-token", cookie.partition("=")[2]):
+        assert secret not in said

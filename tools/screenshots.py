@@ -1,0 +1,269 @@
+"""The pictures of docs/dashboard.md, taken in Debian's Chromium of pages with made-up figures: `make screenshots`.
+
+Also measures what is only worth printing: how soon a page of a thousand roles and a hundred thousand terms is painted,
+how many elements it has, and how much memory it takes while somebody scrolls through it (`--measure`, no pictures).
+
+Imports the tests' browser and stand-in: run it with the folder `tests` on the path, as the Makefile does.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from playwright.sync_api import Browser, Page
+
+from support.browser import browsing, until, watched
+from support.dashboard_stand_in import StandIn, event, leader, lock, node, now_ms, stand_in, term
+from support.dashboards import Book, dashboard, ledger
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+MINUTE_MS = 60_000
+HOUR_MS = 60 * MINUTE_MS
+
+ROLES = (
+    "billing-close", "cache-warmer", "cron", "log-compactor", "mailer", "metrics-aggregator", "outbox-relay",
+    "partition-manager", "payout-batch", "report-builder", "search-reindex", "session-sweeper", "thumbnailer",
+    "webhook-retry",
+)  # fmt: skip
+NODES = ("eu-west-1a", "eu-west-1b", "eu-west-1c", "eu-west-1d")
+
+# Picture: address, width and height, colour scheme.
+PICTURES: dict[str, tuple[str, tuple[int, int], str]] = {
+    "leaders-light": ("/", (1280, 860), "light"),
+    "leaders-dark": ("/", (1280, 860), "dark"),
+    "leaders-narrow-light": ("/", (360, 780), "light"),
+    "leaders-narrow-dark": ("/", (360, 780), "dark"),
+    "leaders-wide-light": ("/", (2560, 1000), "light"),
+    "leaders-wide-dark": ("/", (2560, 1000), "dark"),
+    "history-light": ("/history", (1280, 620), "light"),
+    "events-dark": ("/events", (1280, 620), "dark"),
+    "locks-light": ("/locks", (1280, 520), "light"),
+    "locks-narrow-dark": ("/locks", (360, 640), "dark"),
+    "nodes-dark": ("/nodes", (1280, 400), "dark"),
+    "timeline-light": ("/", (1280, 560), "light"),
+    "stale-light": ("/", (1280, 420), "light"),
+}
+
+
+def night(board: StandIn) -> None:
+    """A night with a crash, a rolling restart and one role that nobody leads."""
+    chance = random.Random(7)
+    now = now_ms()
+    crash, restart = now - 21 * MINUTE_MS, now - 47 * MINUTE_MS
+    for place, role in enumerate(ROLES):
+        first, second, third = (NODES[(place * 3 + step * (1 + place % 3)) % len(NODES)] for step in range(3))
+        base = 11 + place
+        began = now - 26 * HOUR_MS - place * 9 * MINUTE_MS
+        handed = restart + place * 20_000
+        terms = [term(base, first, began, handed, reason="released")]
+        gap = 40 + chance.randrange(400)
+        if second == "eu-west-1b":
+            gap_after = 1200 + chance.randrange(40_000)
+            terms.append(term(base + 1, second, handed + gap, crash, gap_ms=gap))
+            terms.append(term(base + 2, third, crash + gap_after, gap_ms=gap_after))
+        else:
+            terms.append(term(base + 1, second, handed + gap, gap_ms=gap))
+        board.terms[role] = terms[::-1]
+        last = board.terms[role][0]
+        change = {"at_ms": last["began_ms"], "kind": "acquired", "reason": terms[-2]["reason"]}
+        board.leaders.append(
+            leader(role, last["node_id"], epoch=last["epoch"], tenure_ms=now - last["began_ms"], last_change=change)
+        )
+    _trouble(board, now)
+    for place, name in enumerate(NODES):
+        led = sum(row["leader"] == name for row in board.leaders)
+        more: dict[str, Any] = {"roles": led, "host": f"ip-10-0-{place}-17", "started_ms": restart + place * 30_000}
+        more["heartbeat_age_ms"] = 11_400 if name == "eu-west-1d" else 180 + 210 * place
+        if name == "eu-west-1b":
+            more |= {"live": False, "heartbeat_age_ms": now - crash, "started_ms": now - 70 * HOUR_MS}
+        board.nodes.append(node(name, 41 + place, **more))
+    _events(board, crash, restart)
+    _locks(board, chance)
+
+
+def _trouble(board: StandIn, now: int) -> None:
+    rows = {row["role"]: row for row in board.leaders}
+    ended = now - 95_000
+    gone = board.terms["thumbnailer"][0]
+    gone |= {"ended_ms": ended, "reason": "lost"}
+    nobody = {"at_ms": ended, "kind": "lost", "reason": None}
+    rows["thumbnailer"] |= leader("thumbnailer", None, epoch=gone["epoch"], last_change=nobody)
+    for row in board.leaders:
+        if row["leader"] == "eu-west-1d":
+            row |= {"heartbeat": "late", "heartbeat_age_ms": 11_400, "gate": "shut"}
+        elif row["leader"] is not None:
+            row["heartbeat_age_ms"] = 180 + 210 * NODES.index(row["leader"])
+
+
+def _events(board: StandIn, crash: int, restart: int) -> None:
+    found = []
+    for role, terms in board.terms.items():
+        for each in terms:
+            began = event(0, "acquired", role, each["node_id"], at_ms=each["began_ms"], epoch=each["epoch"])
+            found.append(began)
+            if each["ended_ms"] is not None:
+                found.append(
+                    event(0, each["reason"], role, each["node_id"], at_ms=each["ended_ms"], epoch=each["epoch"])
+                )
+    for place, name in enumerate(NODES):
+        at = restart + place * 30_000
+        found.append(event(0, "session_opened", None, name, at_ms=at, epoch=None))
+        found.append(event(0, "drain_ended", None, name, at_ms=at - 4000, epoch=None, detail="clean"))
+    found.append(event(0, "session_ended", None, "eu-west-1b", at_ms=crash + 900, epoch=None, detail="not heard"))
+    found.sort(key=lambda each: -each["at_ms"])
+    for place, each in enumerate(found):
+        each["event_id"] = 5000 - place
+    board.events = found
+
+
+def _locks(board: StandIn, chance: random.Random) -> None:
+    for place in range(140):
+        owner = None if place % 9 == 4 else f"worker-{chance.randrange(40):02}"
+        left = chance.randrange(1_000, 58_000)
+        waiters = chance.choice((0, 0, 0, 0, 2, 5))
+        board.locks.append(
+            lock(f"invoice/2026-11/{place:05}", owner, token=place * 7 + 3, left_ms=left, waiters=waiters)
+        )
+
+
+# As much as the pages promise to carry: a thousand roles with a hundred terms each, of nine nodes, over a day.
+ROLES_MANY, TERMS_EACH, LOCKS_MANY = 1000, 100, 100_000
+_CROWD = """
+INSERT INTO pgleaderlock.leaders (namespace, role, key1, key2, epoch, session_id, ended, acquired_at, wait_t)
+SELECT 'pgleaderlock', 'role-' || lpad(r::text, 4, '0'), r, r, %(terms)s, %(first)s + (r + %(terms)s) %% 9, false,
+       now(), 1
+FROM generate_series(1, %(roles)s) r;
+INSERT INTO pgleaderlock.terms (
+    namespace, role, epoch, session_id, node_id, holder_identity, began_at, ended_at, reason)
+SELECT 'pgleaderlock', 'role-' || lpad(r::text, 4, '0'), t, %(first)s + (r + t) %% 9, 'node-' || (r + t) %% 9, 'x',
+       now() - make_interval(mins => 14 * (%(terms)s - t), secs => r %% 600),
+       CASE WHEN t < %(terms)s
+            THEN now() - make_interval(mins => 14 * (%(terms)s - t - 1), secs => r %% 600) - interval '2 s' END,
+       CASE WHEN t < %(terms)s THEN 'lost' END
+FROM generate_series(1, %(roles)s) r, generate_series(1, %(terms)s) t;
+ANALYZE;
+"""
+
+
+def crowd(book: Book) -> None:
+    first, *_ = [book.session(f"node-{place}") for place in range(9)]
+    values = {"roles": ROLES_MANY, "terms": TERMS_EACH, "first": first}
+    psycopg.ClientCursor(book.conn).execute(_CROWD, values)
+
+
+def settled(page: Page) -> None:
+    """Until the page is live, and all that is in sight has come."""
+    until(page, "document.body.dataset.live === 'live'")
+    until(page, "document.getElementById('facts').textContent !== ''")
+    until(page, "![...document.querySelectorAll('.lane')].some((lane) => lane.dataset.state !== 'there')")
+
+
+def take(browser: Browser, names: list[str]) -> None:
+    IMAGES.mkdir(exist_ok=True)
+    with stand_in() as board:
+        night(board)
+        for name in names:
+            address, (width, height), scheme = PICTURES[name]
+            size: Any = {"width": width, "height": height}
+            with watched(browser, board.url, may_fail=True, viewport=size, color_scheme=scheme) as page:
+                page.goto(address)
+                settled(page)
+                if name.startswith("timeline"):
+                    _zoomed(page)
+                if name.startswith("stale"):
+                    board.cut()
+                    until(page, "document.body.dataset.live === 'stale'")
+                page.screenshot(path=IMAGES / f"{name}.png")
+                sys.stdout.write(f"{IMAGES / name}.png\n")
+
+
+def _zoomed(page: Page) -> None:
+    """The minutes around the crash, and the words for what is under the focus."""
+    page.get_by_role("button", name="15 min").click()
+    page.get_by_role("button", name="Earlier").click()
+    page.get_by_role("button", name="Earlier").click()
+    settled(page)
+    page.mouse.move(0, 0)
+    page.locator(".row", has_text="cron").locator(".span[data-kind=gap]").focus()
+
+
+def measure(browser: Browser) -> None:
+    window: Any = {"width": 1280, "height": 900}
+    with ledger() as book:
+        crowd(book)
+        with dashboard(book.reader) as server:
+            paints = []
+            for _ in range(5):
+                with watched(browser, server.url, viewport=window) as page:
+                    page.goto("/")
+                    settled(page)
+                    paints.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+            sys.stdout.write(
+                f"{ROLES_MANY:,} roles, {ROLES_MANY * TERMS_EACH:,} terms: first paint after "
+                f"{statistics.median(paints):.0f} ms (median of 5; longest {max(paints):.0f} ms)\n"
+            )
+            with watched(browser, server.url, viewport=window) as page:
+                page.goto("/")
+                settled(page)
+                page.get_by_role("button", name="24 h").click()
+                settled(page)
+                _scroll(page)
+    with stand_in() as board:
+        board.locks = [lock(f"lock-{place:06}", "worker", token=place + 1) for place in range(LOCKS_MANY)]
+        with watched(browser, board.url, viewport=window) as page:
+            page.goto("/locks")
+            settled(page)
+            rows = page.evaluate("document.querySelectorAll('#locks tbody tr').length")
+            sys.stdout.write(f"{LOCKS_MANY:,} locks: {rows} rows on a page\n")
+
+
+def _scroll(page: Page) -> None:
+    devtools = page.context.new_cdp_session(page)
+    devtools.send("Performance.enable")
+    for _ in range(3):
+        frames = page.evaluate(SCROLL)
+        devtools.send("HeapProfiler.collectGarbage")
+        used = {each["name"]: each["value"] for each in devtools.send("Performance.getMetrics")["metrics"]}
+        elements = page.evaluate("document.getElementsByTagName('*').length")
+        sys.stdout.write(
+            f"scrolled from top to bottom: {len(frames)} frames, median {statistics.median(frames):.0f} ms, slowest "
+            f"{max(frames):.0f} ms; {elements:,} elements, {used['JSHeapUsedSize'] / 2**20:.1f} MB for scripts\n"
+        )
+
+
+# From top to bottom in steps; gives the time between frames.
+SCROLL = """
+async () => {
+  const frames = [];
+  let before = performance.now();
+  for (let top = 0; top < document.body.scrollHeight; top += 300) {
+    scrollTo(0, top);
+    await new Promise(requestAnimationFrame);
+    frames.push(performance.now() - before);
+    before = performance.now();
+  }
+  scrollTo(0, 0);
+  return frames;
+}
+"""
+
+
+def main() -> int:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("pictures", nargs="*", choices=[*PICTURES, []], help="only these")
+    asked.add_argument("--measure", action="store_true", help="print figures instead of taking pictures")
+    given = asked.parse_args()
+    with browsing() as browser:
+        if given.measure:
+            measure(browser)
+        else:
+            take(browser, given.pictures or list(PICTURES))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
