@@ -19,6 +19,8 @@ from pgleaderlock.client._http1 import BadReply, HttpConnection, Reply
 __all__ = ["SyncPool"]
 
 CHUNK_BYTES = 64 * 1024
+TIMEOUT_SLACK_S = 0.001
+"""A timeout is set again when it has become so much shorter: each time is a call to the system."""
 
 
 class _Connection:
@@ -44,13 +46,16 @@ class _Connection:
         send.sent_at = core.clock.now()
         until = time.monotonic() + send.timeout_s
         try:
-            self._sock.settimeout(send.timeout_s)
+            timeout_s = send.timeout_s
+            self._sock.settimeout(timeout_s)
             self._sock.sendall(data)
             while True:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError
-                self._sock.settimeout(left_s)
+                if left_s < timeout_s - TIMEOUT_SLACK_S:
+                    timeout_s = left_s
+                    self._sock.settimeout(timeout_s)
                 chunk = self._sock.recv(CHUNK_BYTES)
                 if not chunk and not self.http.began:
                     raise NoAnswer("the connection was closed by the server", stale=self.used)

@@ -40,30 +40,42 @@ class Lease(BaseLease):
 
     def __init__(self, granted: Granted, ttl_s: float, counted_from: float, clock: Clock) -> None:
         super().__init__(granted, ttl_s, counted_from, clock)
-        self.lost = threading.Event()
+        self._lost: threading.Event | None = None  # made when somebody asks for it: most leases end without
+
+    @property
+    def lost(self) -> threading.Event:
         """Set when the lease is lost; never by a release."""
-        self._over = threading.Event()
+        with self._mutex:
+            if self._lost is None:
+                self._lost = threading.Event()
+                if self._state is LeaseState.LOST:
+                    self._lost.set()
+            return self._lost
 
     def _ended(self) -> None:
-        if self.state is LeaseState.LOST:
-            self.lost.set()
-        self._over.set()
+        if self._lost is not None and self.state is LeaseState.LOST:
+            self._lost.set()
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
         """True once the lease is lost: the server said so, or the deadline has passed. False once it is released, or
         when `timeout_s` is over first."""
         until = None if timeout_s is None else self._clock.now() + timeout_s
-        while self.state is LeaseState.HELD:
-            left_s = self.remaining_s
-            if left_s <= 0:
-                self._end(LeaseState.LOST, "deadline")
-                break
-            wait_s = min(left_s, LOOK_S)
-            if until is not None:
-                if until <= self._clock.now():
-                    return False
-                wait_s = min(wait_s, until - self._clock.now())
-            self._over.wait(wait_s)
+        over = threading.Event()
+        self._watch(over.set)
+        try:
+            while self.state is LeaseState.HELD:
+                left_s = self.remaining_s
+                if left_s <= 0:
+                    self._end(LeaseState.LOST, "deadline")
+                    break
+                wait_s = min(left_s, LOOK_S)
+                if until is not None:
+                    if until <= self._clock.now():
+                        return False
+                    wait_s = min(wait_s, until - self._clock.now())
+                over.wait(wait_s)
+        finally:
+            self._unwatch(over.set)
         return self.state is LeaseState.LOST
 
 
