@@ -740,7 +740,8 @@ async def test_a_store_that_must_not_migrate_says_what_to_run(own: str) -> None:
 
 async def test_a_database_that_is_much_newer_is_left_alone(own: str) -> None:
     await migrate(own)
-    await rows(own, "UPDATE pgleaderlock.schema_version SET version = version + 2")
+    version = "pgleaderlock.schema_version"
+    await rows(own, f"INSERT INTO {version} (version) SELECT max(version) + 2 FROM {version}")
     with pytest.raises(StoreError, match="upgrade the library"):
         await PostgresStore(own).open()
 
