@@ -971,7 +971,9 @@ async def test_a_request_that_comes_alone_wakes_no_other_thread(
     opened: OpenStore, transactions: list[tuple[bool, int]]
 ) -> None:
     async with opened() as store:
-        await store.apply([release_of(await acquired(store, "job"))])
+        lease = await acquired(store, "job")
+        await turns_of_the_loop(1)
+        await store.apply([release_of(lease)])
         assert transactions == [(True, 1), (True, 1)]
 
 
@@ -1003,6 +1005,7 @@ async def test_after_a_crowd_the_next_one_is_not_done_in_the_loop(
 ) -> None:
     async with opened() as store:
         await asyncio.gather(*(acquired(store, f"job-{number}") for number in range(3)))
+        assert transactions == [(True, 1), (False, 2)], "nobody knew yet that the first was not alone"
         del transactions[:]
         await acquired(store, "after")
         await asyncio.to_thread(store._writer._turn.acquire)  # type: ignore[union-attr] # the thread has quite ended
@@ -1017,7 +1020,9 @@ async def test_after_a_slow_disk_the_loop_does_not_stand_still_again(
     async with opened() as store:
         await acquired(store, "fast")
         monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
+        await turns_of_the_loop(1)
         await acquired(store, "slow")
+        await turns_of_the_loop(1)
         await acquired(store, "next")
         assert transactions == [(True, 1), (True, 1), (False, 1)]
 
@@ -1041,6 +1046,7 @@ async def test_to_copy_the_log_is_never_the_loops_work(
     async with opened() as store:
         for turn in range(40):
             await acquired(store, f"job-{turn}")
+            await turns_of_the_loop(1)
         assert (True, 1) in transactions
     assert copied_by
     assert threading.get_ident() not in copied_by
@@ -1048,11 +1054,13 @@ async def test_to_copy_the_log_is_never_the_loops_work(
 
 async def test_who_was_cancelled_before_its_turn_gets_nothing(opened: OpenStore) -> None:
     async with opened() as store:
+        first = asyncio.create_task(store.apply([Acquire("first", "bob", 600_000)]))
         gone = asyncio.create_task(store.apply([Acquire("job", "bob", 600_000)]))
         await turns_of_the_loop(1)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         assert not (await store.get("job")).held
+        assert isinstance((await first)[0], Granted)
 
 
 async def test_a_store_whose_writer_has_ended_says_so(opened: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,7 @@ class Writer:
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._gathered: list[Apply] = []
         self._outstanding = 0
+        self._one_was_here = False
         self._crowded = False
         self._slow_until = 0.0
         self._turn = threading.Lock()
@@ -148,28 +149,34 @@ class Writer:
         self._items.put(item)
 
     def apply(self, request: Apply) -> None:
-        """Done together with all other requests that the loop has at hand."""
+        """At once, if nothing else is going on; else together with all other requests that the loop has at hand."""
+        if not self._gathered and self._is_quiet() and self._turn.acquire(blocking=False):
+            # A second one within the same turn of the loop means that there are more: those go to the thread.
+            self._one_was_here = True
+            self._loop.call_soon(self._next_turn)
+            try:
+                self._do_here(request)
+            finally:
+                self._turn.release()
+            return
         self._gathered.append(request)
         if len(self._gathered) == 1:
             self._loop.call_soon(self._hand_over)
+
+    def _next_turn(self) -> None:
+        self._one_was_here = False
 
     def _hand_over(self) -> None:
         # Whoever was cancelled meanwhile wants nothing any more.
         gathered = [request for request in self._gathered if not request[0].cancelled()]
         self._gathered.clear()
-        if len(gathered) == 1 and self._is_quiet() and self._turn.acquire(blocking=False):
-            try:
-                self._do_here(gathered[0])
-            finally:
-                self._turn.release()
-            return
         self._crowded = len(gathered) > 1
         for request in gathered:
             self.put(request)
 
     def _is_quiet(self) -> bool:
         """Nothing is under way, nor was it crowded a moment ago, and nothing but a short transaction is to be done."""
-        busy = self._outstanding > 0 or self._crowded or self._log_doubtful or self._log.overdue
+        busy = self._outstanding > 0 or self._one_was_here or self._crowded or self._log_doubtful or self._log.overdue
         return not busy and self._loop.time() >= self._slow_until
 
     def _do_here(self, request: Apply) -> None:
