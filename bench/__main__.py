@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bench import election, fence, guard, lock, server
+from bench import election, fence, guard, lock, roles, server
 from bench.harness import Figure
 from pgleaderlock.embedded import EmbeddedPostgres
 
@@ -26,6 +26,8 @@ FIGURES: dict[str, Measurement] = {
     "election.failover_hot": election.failover_hot,
     "election.handover": election.handover,
     "election.failover_defaults": election.failover,
+    "roles.drain": roles.drain,
+    "roles.steady": roles.steady,
     "server.acquire": server.acquire,
     "server.postgres": server.postgres,
     "server.cycle": server.cycle,

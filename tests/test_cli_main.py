@@ -13,6 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from pgleaderlock._conninfo import LIBPQ_VARIABLES
 from pgleaderlock.cli import _app, _logging, _output, main
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 from pgleaderlock.keys import key_pair
@@ -159,7 +160,7 @@ def _probe(dsn: str, lock_key: _output.LockKey, wait: float) -> None:
     click.echo(json.dumps([dsn, lock_key.key1, lock_key.key2, lock_key.name, wait]))
 
 
-NO_DATABASE = dict.fromkeys(("PG_DSN", *_output.LIBPQ_VARIABLES))
+NO_DATABASE = dict.fromkeys(("PG_DSN", *LIBPQ_VARIABLES))
 
 
 def probe(*args: str, env: dict[str, str] | None = None) -> "tuple[int, list[object] | str]":

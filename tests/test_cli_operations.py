@@ -23,6 +23,7 @@ from pgleaderlock.cli._app import run as program_run
 from pgleaderlock.cli._operations import span
 from pgleaderlock.migrate import _migrations, migrate
 from support.elections import STEADY, SilentLeader, fresh_database, ledger_dsns, one, opens, until
+from support.fencing import database
 from support.program import Done, Program, command, environment, running
 
 COMMANDS = [
@@ -388,7 +389,8 @@ async def test_following_outlives_a_restart_of_the_database_and_leaves_nothing_o
 
 @pytest.mark.parametrize("args", COMMANDS, ids=[args[0] for args in COMMANDS])
 def test_what_is_wrong_is_said_with_the_remedy(dsn: str, plain: str, args: tuple[str, ...]) -> None:
-    missing = here(*args, "--dsn", dsn)
+    with database(dsn) as empty:
+        missing = here(*args, "--dsn", empty)
     assert (missing.code, missing.out) == (2, "")
     assert "no ledger in this database: run `pgleaderlock migrate` on this database" in missing.err
     if args[0] not in ("roles", "drain"):

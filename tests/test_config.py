@@ -325,7 +325,7 @@ hard_stop_after = "1h"
 allow_pooler = false
 enabled = false
 standalone = true
-balance = true
+balance = false
 retention = "30d"
 """
     )
@@ -347,7 +347,7 @@ retention = "30d"
         "allow_pooler": False,
         "enabled": False,
         "standalone": True,
-        "balance": True,
+        "balance": False,
         "retention_s": 2592000.0,
     }
 

@@ -12,7 +12,8 @@ import pytest
 from pgleaderlock._http.answers import Refusal
 from pgleaderlock._http.tokens import ANYONE, Caller
 from pgleaderlock.dashboard import sessions
-from pgleaderlock.dashboard.sessions import Session, Sessions, check_same_origin
+from pgleaderlock.dashboard.app import _cookie
+from pgleaderlock.dashboard.sessions import Session, Sessions, check_same_origin, cookie_name
 from support.dashboards import Book, dashboard, json_of, ledger, opened, token_file
 from support.lockserver import ADMIN_TOKEN, PLAIN_TOKEN, PREFIX_TOKEN, LockServerProcess, Reply, acquire, lock_server
 
@@ -99,14 +100,15 @@ WRONG = [
     {"Authorization": ""},
     {"Authorization": "Bearer wrong-token-000000000000"},
     {"Authorization": f"Basic {ADMIN_TOKEN}"},
-    {"Cookie": "pgleaderlock_session="},
-    {"Cookie": "pgleaderlock_session=AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"},
-    {"Cookie": f"pgleaderlock_session={ADMIN_TOKEN}"},
+    {"Cookie": "pgleaderlock_session_PORT="},
+    {"Cookie": "pgleaderlock_session_PORT=AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"},
+    {"Cookie": f"pgleaderlock_session_PORT={ADMIN_TOKEN}"},
 ]
 
 
 @pytest.mark.parametrize("headers", WRONG, ids=lambda headers: next(iter(headers.values()), "nothing")[:12] or "empty")
 def test_without_a_token_no_path_tells_anything(server: LockServerProcess, headers: dict[str, str]) -> None:
+    headers = {name: value.replace("PORT", str(server.port)) for name, value in headers.items()}
     for path in DATA + LOCK_DATA:  # the latter are nothing on a dashboard that stands alone, which is not told either
         for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
             reply = bare(server, method, path, **headers)
@@ -158,11 +160,47 @@ def test_a_limited_token_sees_its_locks_and_no_leaders(mounted: LockServerProces
             assert tells_nothing(reply)
         assert bare(mounted, "GET", "/v1/events", Accept="text/event-stream", **headers).status == 403
         for path in PAGES[1:]:
-            assert bare(mounted, "GET", path, **headers).status == 404
+            page = bare(mounted, "GET", path, **headers)
+            assert (page.status, "limited to some locks" in page.body.decode()) == (403, True)
+            assert tells_nothing(page)
         assert bare(mounted, "GET", "/", **headers).headers["location"] == "/locks"
         page = bare(mounted, "GET", "/locks", **headers)
         assert (page.status, "team/job" in page.body.decode(), tells_nothing(page)) == (200, True, True)
         assert bare(mounted, "GET", f"/locks?prefix={SECRET_LOCK}", **headers).status == 403
+
+
+def test_a_limited_token_is_told_so_where_there_are_no_locks_and_can_sign_out(alone: LockServerProcess) -> None:
+    cookie = cookie_of(sign_in(alone, PREFIX_TOKEN))
+    for path in PAGES:
+        page = bare(alone, "GET", path, Cookie=cookie)
+        assert (page.status, page.headers["content-type"]) == (403, "text/html; charset=utf-8")
+        assert "This token is limited to some locks" in page.body.decode()
+        assert '<form method="post" action="/sign-out">' in page.body.decode()
+        assert tells_nothing(page)
+
+
+def test_two_servers_of_one_host_keep_their_sessions_apart(
+    alone: LockServerProcess, mounted: LockServerProcess
+) -> None:
+    # A browser has one jar for all ports of a host, and gives each server everything that is in it.
+    jar = dict(cookie_of(sign_in(server, PLAIN_TOKEN)).split("=", 1) for server in (alone, mounted))
+    assert set(jar) == {f"pgleaderlock_session_{server.port}" for server in (alone, mounted)}
+    sent = "; ".join(f"{name}={value}" for name, value in jar.items())
+    for server in (alone, mounted):
+        assert bare(server, "GET", "/v1/leaders", Cookie=sent).status == 200
+
+
+def test_the_cookie_has_no_port_in_its_name_where_the_address_has_none() -> None:
+    for host, name in ((b"locks.example", ""), (b"locks.example:7421", "_7421"), (b"[::1]", ""), (b"[::1]:80", "_80")):
+        assert cookie_name({b"host": host}) == f"pgleaderlock_session{name}"
+
+
+def test_signing_in_again_ends_the_session_before(server: LockServerProcess) -> None:
+    old = cookie_of(sign_in(server, PLAIN_TOKEN))
+    refused = sign_in(server, "wrong-token-0000000000000", Cookie=old)
+    assert (refused.status, bare(server, "GET", "/v1/leaders", Cookie=old).status) == (403, 200)
+    new = cookie_of(sign_in(server, ADMIN_TOKEN, Cookie=old))
+    assert [bare(server, "GET", "/v1/leaders", Cookie=cookie).status for cookie in (old, new)] == [401, 200]
 
 
 def test_after_the_sign_out_the_cookie_is_worth_nothing(server: LockServerProcess) -> None:
@@ -173,7 +211,7 @@ def test_after_the_sign_out_the_cookie_is_worth_nothing(server: LockServerProces
     assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 200
     left = bare(server, "POST", "/sign-out", Cookie=cookie)
     assert (left.status, left.headers["location"]) == (303, "/sign-in")
-    assert re.match(r"pgleaderlock_session=;.*Max-Age=0", left.headers["set-cookie"])
+    assert re.match(r"pgleaderlock_session_\d+=;.*Max-Age=0", left.headers["set-cookie"])
     assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 401
 
 
@@ -186,6 +224,7 @@ def test_the_cookie_is_out_of_reach_for_scripts_and_other_sites(server: LockServ
     # A proxy in front speaks TLS: the browser says so.
     behind = sign_in(server, PLAIN_TOKEN, Host="localhost", Origin="https://localhost")
     assert behind.headers["set-cookie"].endswith("; Secure")
+    assert _cookie("secret", 1, {"scheme": "https"}, {}).endswith(b"; Secure"), "TLS of our own"
 
 
 @pytest.mark.parametrize("token", ["", "wrong-token-0000000000000", PLAIN_TOKEN[:-1], PLAIN_TOKEN + "x", "\u2603" * 20])
@@ -241,19 +280,29 @@ def test_sessions_end_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Sessions()
 
     def session(secret: str) -> Session | None:
-        return found.find(f"a=b; {sessions.COOKIE}={secret}".encode())
+        return found.find({b"cookie": f"a=b; {sessions.COOKIE}={secret}".encode()})
 
     secrets = [found.open(Caller(str(number)), b"Bearer x") for number in range(5)]
     assert [session(secret) is not None for secret in secrets] == [False, False, True, True, True]
     last = session(secrets[-1])
     assert last is not None
     assert last.caller.name == "4"
-    found.close(f"{sessions.COOKIE}={secrets[-1]}".encode())
+    found.close({b"cookie": f"{sessions.COOKIE}={secrets[-1]}".encode()})
     assert (session(secrets[-1]), last.over) == (None, True)
     monkeypatch.setattr(time, "monotonic", lambda: 1e12)
     assert [session(secret) for secret in secrets] == [None] * 5
     assert session(found.open(ANYONE, b"")) is not None
     assert len(found._sessions) == 1, "those that have ended are gone"
+
+
+def test_whoever_signs_in_again_and_again_signs_nobody_else_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "SESSIONS_MAX", 8)
+    monkeypatch.setattr(sessions, "SESSIONS_EACH_MAX", 3)
+    found = Sessions()
+    other = found.open(Caller("other"), b"Bearer x")
+    own = [found.open(Caller("busy", "team/"), b"Bearer y") for _ in range(20)]
+    lasts = [found.find({b"cookie": f"{sessions.COOKIE}={secret}".encode()}) is not None for secret in (other, *own)]
+    assert lasts == [True, *[False] * 17, True, True, True]
 
 
 def test_without_tokens_there_is_nothing_to_sign_in_to(book: Book, tmp_path: Path) -> None:
@@ -282,7 +331,8 @@ def test_no_token_and_no_cookie_is_logged(book: Book, tmp_path: Path) -> None:
         sign_in(server, "wrong-token-0000000000000")
         bare(server, "GET", "/v1/leaders", Cookie=cookie)
         server.program.until("path=/v1/leaders")
-        server.program.until("signed_in name=worker")
+        server.program.until("signed_in name=worker client=127.0.0.1")
+        server.program.until("sign_in_refused client=127.0.0.1")
         assert server.stop() == 0
         said = server.program.err
     for secret in (PLAIN_TOKEN, "wrong-token", cookie.partition("=")[2]):

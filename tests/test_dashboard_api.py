@@ -1,11 +1,12 @@
 """The dashboard's JSON: expected values by hand, on a ledger written by hand, read by a role that may only read."""
 
+import asyncio
 import os
 import re
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -13,8 +14,13 @@ from urllib.parse import quote, urlencode
 import psycopg
 import pytest
 
+from pgleaderlock import history
+from pgleaderlock.dashboard import _queries, run
+from pgleaderlock.dashboard._reading import Crowded, Ledger
 from pgleaderlock.dashboard.description import OPERATIONS
+from pgleaderlock.dashboard.run import DashboardServer, DashboardSettings, LedgerSettings
 from pgleaderlock.server.description import STATUS_OPERATIONS
+from proxy import Proxy
 from support.counts import count, proof_asked
 from support.dashboards import SPACE, UGLY, Book, dashboard, json_of, ledger
 from support.lockserver import LockServerProcess, lock_server
@@ -111,6 +117,38 @@ def test_after_a_release_that_was_not_clean_a_gate_waits(book: Book, server: Loc
     assert {role: row["gate"] for role, row in leaders(server, p).items()} == {"dirty": "waiting", "clean": "open"}
 
 
+def test_a_successor_by_hand_counts_from_its_own_win(book: Book, server: LockServerProcess) -> None:
+    p = named("superseded")
+    a = book.session(p + "a")
+    for role, before in (("superseded", "superseded"), ("lost", "lost")):
+        book.led(p + role, a, wait_s=3000)
+        book.term(p + role, 1, 999_999, p + "b", "-9000 s", "-5000 s", before)
+        book.term(p + role, 2, a, p + "a", "-20 s")
+    # The last beat of one that was lost was seen 5000 s ago; of one that was superseded nobody has seen a last one.
+    assert {role: row["gate"] for role, row in leaders(server, p).items()} == {"superseded": "waiting", "lost": "open"}
+
+
+def test_while_a_role_or_its_node_is_drained_its_gate_is_shut(book: Book, server: LockServerProcess) -> None:
+    p = named("drain")
+    a, drained = book.session(p + "a"), book.session(p + "drained")
+    book.conn.execute("UPDATE pgleaderlock.sessions SET draining = true WHERE session_id = %s", (drained,))
+    for role, session in {"of its node": drained, "role": a, "before": a, "of another": a, "other role": a}.items():
+        book.led(p + role, session)
+        book.term(p + role, 2, session, p + "a", "-5 min")
+    book.event("drain_began", p + "role", p + "a")
+    book.event("drain_began", p + "of another", p + "b")
+    number = book.event("drain_began", p + "before", p + "a")
+    book.conn.execute("UPDATE pgleaderlock.events SET at = at - interval '6 min' WHERE event_id = %s", (number,))
+    assert {role: (row["leader"], row["heartbeat"], row["gate"]) for role, row in leaders(server, p).items()} == {
+        "of its node": (p + "drained", "ok", "shut"),
+        "role": (p + "a", "ok", "shut"),
+        "before": (p + "a", "ok", "open"),
+        "of another": (p + "a", "ok", "open"),
+        "other role": (p + "a", "ok", "open"),
+    }
+    book.conn.execute("UPDATE pgleaderlock.sessions SET ended_at = now() WHERE session_id = %s", (drained,))
+
+
 def test_whoever_led_before_itself_does_not_wait_and_a_late_starter_waits_longer(
     book: Book, server: LockServerProcess
 ) -> None:
@@ -140,8 +178,9 @@ def test_candidates_are_nodes_that_live_would_lead_and_do_not_drain(throwaway_bo
     book.session("observes", candidate=False)
     book.session("silent", age_s=8000)
     book.led("r", drains)
+    book.led("stuck", book.session("silent, and nobody has taken over", age_s=8000))
     with dashboard(book.reader) as server:
-        assert [row["candidates"] for row in leaders(server, "").values()] == [2]
+        assert [row["candidates"] for row in leaders(server, "").values()] == [2, 2]
         nodes = json_of(server.ask("GET", "/v1/nodes"))["nodes"]
     assert [(n["node_id"], n["live"], n["candidate"], n["draining"], n["roles"]) for n in nodes] == [
         ("a", True, True, False, 0),
@@ -149,6 +188,7 @@ def test_candidates_are_nodes_that_live_would_lead_and_do_not_drain(throwaway_bo
         ("b", True, True, False, 0),
         ("drains", True, True, True, 1),
         ("observes", True, False, False, 0),
+        ("silent, and nobody has taken over", False, True, False, 1),
     ]
     assert (nodes[2]["host"], nodes[2]["version"], nodes[2]["namespace"]) == ("host of b", "1.2", SPACE)
 
@@ -264,6 +304,10 @@ def test_events_are_filtered_by_role_and_by_node(book: Book, server: LockServerP
     ("method", "path", "status"),
     [
         ("GET", "/v1/leaders/nobody-ever-led-this/terms", 404),
+        ("GET", "/v1/leaders/terms?role=nobody-ever-led-this", 404),
+        ("GET", "/v1/leaders/terms", 400),
+        ("GET", "/v1/leaders/terms?role=", 400),
+        ("GET", "/v1/leaders/a/terms?role=a", 400),
         ("GET", "/v1/leaders/nobody", 404),
         ("GET", "/v1/leaders/", 404),
         ("GET", "/v1/leaders/a/b/terms", 404),
@@ -297,6 +341,8 @@ def test_events_are_filtered_by_role_and_by_node(book: Book, server: LockServerP
         ("GET", "/v1/leaders/a/terms?cursor=-1", 400),
         *((method, "/v1/leaders", 405) for method in ("POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")),
         ("POST", "/v1/leaders/a/terms", 405),
+        ("POST", "/v1/leaders/terms", 405),
+        ("POST", "/v1/leaders/a", 404),
         ("POST", "/v1/events", 405),
         ("POST", "/v1/nodes", 405),
         ("POST", "/", 405),
@@ -328,6 +374,7 @@ def test_a_name_comes_through_as_it_is(book: Book, server: LockServerProcess) ->
     for name in UGLY:
         reply = json_of(server.ask("GET", f"/v1/leaders/{quote(p + name, safe='')}/terms"))
         assert (reply["role"], [term["node_id"] for term in reply["terms"]]) == (p + name, [p + name])
+        assert json_of(server.ask("GET", f"/v1/leaders/terms?{urlencode({'role': p + name})}")) == reply
         (event,) = json_of(server.ask("GET", f"/v1/events?{urlencode({'role': p + name})}"))["events"]
         assert (event["role"], event["node_id"], event["detail"]) == (p + name, p + name, name)
         assert p + name in nodes
@@ -337,6 +384,14 @@ def test_a_name_comes_through_as_it_is(book: Book, server: LockServerProcess) ->
     for path in ("/", "/events", "/nodes"):
         page = server.ask("GET", path)
         assert (page.status, b"<script>alert" in page.body) == (200, False)
+
+
+def test_a_name_that_no_path_can_carry_has_its_terms_too(book: Book, server: LockServerProcess) -> None:
+    for name in ("..", "."):
+        book.term(name, 1, book.session("of " + name), "of " + name, "-1 s")
+        assert (
+            json_of(server.ask("GET", f"/v1/leaders/terms?role={name}&limit=1"))["terms"][0]["node_id"] == "of " + name
+        )
 
 
 def test_a_page_of_a_role_that_nobody_led_says_so(server: LockServerProcess) -> None:
@@ -353,6 +408,7 @@ def test_a_page_may_run_no_script_but_its_own(server: LockServerProcess) -> None
             "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
         )
         assert reply.headers["x-content-type-options"] == "nosniff"
+        assert (reply.headers["referrer-policy"], reply.headers["x-frame-options"]) == ("same-origin", "DENY")
     assert server.ask("GET", "/").headers["content-type"] == "text/html; charset=utf-8"
     assert server.ask("GET", "/", headers={"Host": "evil.example"}).status == 403
     assert server.ask("GET", "/v1/leaders", headers={"Host": "evil.example"}).status == 403
@@ -367,6 +423,55 @@ def test_it_reads_and_could_not_write(book: Book, server: LockServerProcess) -> 
         conn.execute("UPDATE pgleaderlock.leaders SET epoch = epoch + 1")
     assert server.ask("GET", "/readyz").json() == {"status": "ready"}
     assert server.ask("GET", "/healthz").json() == {"status": "ok"}
+
+
+async def test_its_connections_cannot_write_and_no_question_lasts_long(book: Book) -> None:
+    reading = Ledger(book.dsn)  # the owner, who could
+    connection = await reading._connect()
+    async with connection:
+        with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+            await connection.execute("UPDATE pgleaderlock.leaders SET epoch = epoch + 1")
+        (row,) = await (await connection.execute("SHOW statement_timeout")).fetchall()
+    assert row == {"statement_timeout": "5s"}
+    await reading.close()
+
+
+async def test_only_so_many_questions_wait_for_the_database(book: Book) -> None:
+    reading = Ledger(book.reader, connections_max=1, waiting_max=2)
+    asked = [_queries.leaders(reading, SPACE, limit=1) for _ in range(3)]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert [isinstance(answer, Crowded) for answer in answers] == [False, False, True]
+    await _queries.leaders(reading, SPACE, limit=1)
+    await reading.close()
+
+
+async def test_probes_do_not_crowd_out_those_who_look(
+    book: Book, proxy_to: Callable[[str], Awaitable[Proxy]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await proxy_to(book.reader)
+    server = DashboardServer(
+        DashboardSettings(LedgerSettings(proxy.dsn_for(book.reader), SPACE, "pgleaderlock"), port=0), lambda _: False
+    )
+    asked: list[object] = []
+    facts = history.ledger_facts
+
+    async def counted(asks: history.Asks) -> Any:
+        asked.append(asks)
+        return await facts(asks)
+
+    await server.start()
+    monkeypatch.setattr(history, "ledger_facts", counted)
+    proxy.cut()
+    probes = [asyncio.ensure_future(server._readiness()) for _ in range(100)]
+    await asyncio.sleep(0)
+    assert len(asked) == 1
+    proxy.heal()
+    assert {answer.status for answer in await asyncio.gather(*probes)} == {200}
+    assert len(asked) == 1, "and the others have its answer"
+    monkeypatch.setattr(run, "_READY_REMEMBERED_S", -1.0)
+    await server._readiness()
+    assert len(asked) == 2, "which is not remembered for long"
+    await server.stop()
 
 
 def test_a_connection_that_the_database_has_ended_is_nobodys_error(book: Book, server: LockServerProcess) -> None:
@@ -412,8 +517,10 @@ def test_it_starts_while_its_database_is_away() -> None:
         for path in ("/readyz", "/v1/leaders", "/v1/nodes", "/v1/events", "/v1/leaders/a/terms"):
             reply = server.ask("GET", path)
             assert (reply.status, reply.headers["retry-after"]) == (503, "1")
-        assert server.ask("GET", "/").status == 503, "a page all the same, which says so"
-        assert b"<html" in server.ask("GET", "/").body
+        for path in ("/", "/history", "/events", "/nodes"):
+            page = server.ask("GET", path)
+            assert (page.status, b"<html" in page.body) == (503, True), "a page all the same, which says so"
+            assert re.search(rb'<p id="nothing"[^>]* hidden>', page.body), "and does not say that there is nothing"
         assert server.stop() == 0
 
 
@@ -472,8 +579,9 @@ def test_a_lock_server_whose_role_may_not_read_the_ledger_serves_locks_all_the_s
 # --- The description
 
 
-def test_the_description_lists_the_four_questions() -> None:
-    assert {op.path for op in OPERATIONS} == {"/v1/leaders", "/v1/leaders/{role}/terms", "/v1/events", "/v1/nodes"}
+def test_the_description_lists_the_questions() -> None:
+    terms = {"/v1/leaders/{role}/terms", "/v1/leaders/terms"}
+    assert {op.path for op in OPERATIONS} == {"/v1/leaders", *terms, "/v1/events", "/v1/nodes"}
     assert {op.path for op in STATUS_OPERATIONS} == {"/healthz", "/readyz", "/openapi.json"}
     assert {op.method for op in OPERATIONS} == {"GET"}
 

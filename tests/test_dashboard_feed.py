@@ -6,14 +6,15 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from pgleaderlock import LeaderElection
 from pgleaderlock._http.answers import Refusal
-from pgleaderlock.dashboard import _queries, feed
-from pgleaderlock.dashboard.feed import Feed, FeedTiming, Subscription
+from pgleaderlock.dashboard import _queries, _subscription, feed
+from pgleaderlock.dashboard._subscription import Subscription
+from pgleaderlock.dashboard.feed import Feed, FeedTiming
 from proxy import Proxy
 from support.dashboards import SPACE, UGLY, Book, dashboard, ledger, opened
 from support.elections import STEADY, opens
@@ -157,6 +158,29 @@ async def test_an_election_is_seen_as_it_happens(book: Book, start: StartFeed) -
         assert await next_row() == ("n2", 2, "open", "acquired")
 
 
+@pytest.mark.parametrize("role", ["real", None])
+async def test_a_leader_that_is_drained_is_shown_with_its_gate_shut_while_its_work_ends(
+    book: Book, start: StartFeed, role: str | None
+) -> None:
+    reader = reading(start(OFTEN))
+    await reader.until("nodes")
+
+    async def until_gate(gate: str) -> str | None:
+        while True:
+            for row in (await reader.until("leaders"))["leaders"]:
+                if (row["role"], row["gate"]) == ("real", gate):
+                    return cast("str | None", row["leader"])
+
+    async with LeaderElection(book.dsn, "real", node_id="n1", **STEADY) as node:
+        await opens(node, "real")
+        assert await until_gate("open") == "n1"
+        with node.gate("real").acting():
+            draining = asyncio.ensure_future(node.drain(role, timeout_s=WAIT_S))
+            assert await until_gate("shut") == "n1", "it leads still, and its gate lets nobody in"
+            assert not node.gate("real").is_leader
+        await draining
+
+
 async def test_without_a_notification_it_is_seen_all_the_same(book: Book, start: StartFeed) -> None:
     reader = reading(start(OFTEN))
     await reader.until("nodes")
@@ -200,7 +224,7 @@ async def test_a_stream_is_told_of_its_own_role_or_node_only(book: Book, start: 
 async def test_a_slow_reader_is_told_to_load_again_and_costs_no_more_memory(
     book: Book, start: StartFeed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed, "QUEUE_MAX", 4)
+    monkeypatch.setattr(_subscription, "QUEUE_MAX", 4)
     running = start(OFTEN)
     slow, quick = reading(running), reading(running)
     await quick.until("nodes")
@@ -229,6 +253,60 @@ async def test_more_events_at_once_than_can_be_told_are_a_reload(
     book.event("acquired", "one more")
     book.notify()
     assert (await reader.until("event"))["event_id"] > numbers[-1]
+
+
+async def test_every_role_is_followed_also_beyond_a_page(
+    book: Book, start: StartFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feed, "PAGE", 2)
+    for number in range(4):
+        book.led(f"more-{number}", None, ended=True)
+    reader = reading(start(OFTEN))
+    told = [roles(await reader.until("leaders")) for _ in range(3)]
+    assert told == [["first", "more-0"], ["more-1", "more-2"], ["more-3"]]
+    book.conn.execute("UPDATE pgleaderlock.leaders SET epoch = 9 WHERE role = 'more-3'")
+    assert roles(await reader.until("leaders")) == ["more-3"]
+
+
+async def test_what_a_look_has_seen_is_told_though_it_fails_half_way(
+    book: Book, start: StartFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = reading(start(OFTEN))
+    await reader.until("nodes")
+    asked, fails = _queries.leaders, True
+
+    async def failing(*args: Any, **more: Any) -> Any:
+        if fails:
+            raise RuntimeError("away, between two questions")
+        return await asked(*args, **more)
+
+    monkeypatch.setattr(_queries, "leaders", failing)
+    number = book.event("lost", "first")
+    await reader.until("stale")
+    fails = False
+    await reader.until("fresh")
+    last = book.event("acquired", "first")
+    assert [(await reader.until("event"))["event_id"] for _ in range(2)] == [number, last]
+
+
+async def test_nodes_that_a_look_has_heard_are_told_though_it_fails_later(
+    book: Book, start: StartFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(OFTEN)
+    reader = reading(running)
+    await reader.until("nodes")
+    asked, failed = running._resumed, asyncio.Event()
+
+    async def failing(*args: Any) -> Any:
+        if running._known is not None and running._known.untold_nodes and not failed.is_set():
+            failed.set()
+            raise RuntimeError("away, after the nodes")
+        return await asked(*args)
+
+    monkeypatch.setattr(running, "_resumed", failing)
+    book.session("b")
+    await reader.until("stale")
+    assert [row["node_id"] for row in (await reader.until("nodes"))["nodes"]] == ["a", "b"]
 
 
 # --- Coming back
@@ -306,6 +384,27 @@ async def test_a_database_that_is_away_is_said_and_its_return_too(
         assert "now_ms" in await each.until("fresh")
     assert (await reader.until("event"))["role"] == "meanwhile"
     assert roles(await newcomer.until("leaders")) == ["first"]
+
+
+async def test_a_database_that_hangs_makes_the_pages_stale_before_it_is_given_up(
+    book: Book, start: StartFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, asked = asyncio.Event(), _queries.leaders
+    hangs.set()
+
+    async def hanging(*args: Any, **more: Any) -> Any:
+        await hangs.wait()
+        return await asked(*args, **more)
+
+    monkeypatch.setattr(_queries, "leaders", hanging)
+    reader = reading(start(FeedTiming(poll_s=0.05, pause_s=0.0, retry_s=0.05, late_s=0.01, linger_s=0.1)))
+    known_ms = (await reader.until("nodes"))["now_ms"]
+    hangs.clear()
+    assert (await reader.until("stale"))["since_ms"] >= known_ms
+    book.event("lost", "meanwhile")
+    hangs.set()
+    await reader.until("fresh")
+    assert (await reader.until("event"))["role"] == "meanwhile"
 
 
 async def test_no_page_no_look(book: Book, start: StartFeed) -> None:

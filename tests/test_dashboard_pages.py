@@ -198,6 +198,23 @@ def test_a_page_that_could_not_be_filled_says_why() -> None:
         assert "the database cannot be reached" in seen.texts, page
 
 
+@pytest.mark.parametrize("page", ["leaders", "history", "events", "nodes", "locks"])
+def test_a_page_says_that_there_is_nothing_only_where_it_knows(page: str) -> None:
+    empty, seen = shown(page, {}), shown(page, {"error": "the database cannot be reached"})
+    hidden = ["hidden" in given for each in (empty, seen) for given in each.all("p") if given.get("id") == "nothing"]
+    assert hidden == [False, True]
+    if page == "leaders":
+        assert "No roles" not in seen.texts
+        assert ("Who leads is not known" in seen.texts, seen.all("h1")[0]["class"]) == (True, "bad")
+
+
+def test_who_may_see_nothing_is_told_why_and_can_leave() -> None:
+    seen = shown("refused", {"error": "This token is limited."}, signed_in=True, locks=False, leaders=False)
+    assert "This token is limited." in seen.texts
+    assert {"method": "post", "action": "/sign-out"} in seen.all("form")
+    assert seen.all("script") == []
+
+
 def test_times_are_utc_and_say_so() -> None:
     seen = shown(
         "history", {"role": "r", "terms": [term(1, "n", 1_800_000_000_000, 1_800_000_061_500)], "query": {"role": "r"}}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pgleaderlock import ConfigurationError, LeaderElection, LockState
+from pgleaderlock import ConfigurationError, LeaderElection, LockState, _balancing, _winning, ledger
 from support.elections import STEADY, admin, bounded, ledger_dsns, one, until
 
 ROLES = 20
@@ -163,6 +163,26 @@ async def test_what_a_member_does_not_compete_for_is_free_for_a_moment_only_and_
         await until(lambda: one(superuser, settled, space)["n"] == 1 and led(a) == set(a.roles))
         await many_beats(superuser, space)
         assert (moves(superuser, space), led(a)) == (1, set(a.roles))
+
+
+async def test_a_role_is_offered_once_to_a_node_that_does_not_compete_for_it_while_the_members_are_the_same(
+    node: Callable[..., LeaderElection], superuser: str, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moments for which others wait are short here, so that there is time for a second offer."""
+    for module in (_balancing, _winning, ledger):
+        monkeypatch.setattr(module, "HOLD_S", 0.05)
+    monkeypatch.setattr(_balancing, "UNWILLING_S", 0.0)
+    a, other = node("a", roles=["role-1", "role-2", "role-3"]), node("other", roles=["elsewhere"])
+    async with other, a:
+        await until(lambda: moves(superuser, space) >= 3)
+        await many_beats(superuser, space)
+        await until(lambda: led(a) == set(a.roles))
+        with admin(superuser) as conn:
+            offered = conn.execute(
+                "SELECT role, count(*) AS n FROM pgleaderlock.requests WHERE namespace = %s GROUP BY 1 ORDER BY 1",
+                (space,),
+            ).fetchall()
+        assert offered == [{"role": role, "n": 1} for role in ("role-1", "role-2", "role-3")]
 
 
 async def test_a_node_that_has_its_share_takes_what_an_operator_gives_it(

@@ -4,14 +4,24 @@ import asyncio
 import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import psycopg
 import pytest
 
-from pgleaderlock import ConfigurationError, LeaderElection, LeaderToken, LockState, NotLeader, key_pair
-from pgleaderlock.ledger import Ledger, Look
+from pgleaderlock import (
+    ConfigurationError,
+    ElectionObserver,
+    LeaderElection,
+    LeaderToken,
+    LockState,
+    NotLeader,
+    key_pair,
+)
+from pgleaderlock._driver import Driver
+from pgleaderlock._fsm import Input
+from pgleaderlock.ledger import Beat, Bump, Ledger, Look
 from support.elections import (
     PATIENT,
     STEADY,
@@ -46,9 +56,12 @@ def leader_row(superuser: str, role: str) -> dict[str, Any]:
 
 async def looks(election: LeaderElection, role: str, times: int = 3) -> None:
     """Let it look at the role so often: for claims that something does NOT happen meanwhile."""
-    for _ in range(times):
-        before = election._roles[role].look
-        await until(lambda before=before: election._roles[role].look is not before)  # type: ignore[misc]
+    await until(lambda: election._roles[role].look is not None)
+    for _ in range(times + 1):  # the last one of them may still be on its way
+        engine = election._engine
+        assert engine is not None
+        before = engine._tried_at
+        await until(lambda engine=engine, before=before: engine._tried_at > before)  # type: ignore[misc]
 
 
 @contextlib.contextmanager
@@ -215,6 +228,58 @@ async def test_a_led_work_that_does_not_end_in_time_makes_it_not_clean(
     assert await bounded(leading) is None
 
 
+async def test_a_release_out_of_time_makes_every_drain_that_waits_for_it_not_clean(node_dsn: str, role: str) -> None:
+    """Whatever is asked of the role in between: what is not led is drained cleanly, and must not speak for the rest."""
+    other = f"{role}-other"
+    async with LeaderElection(node_dsn, [role, other], **STEADY) as election:
+        await opens(election, role)
+        await opens(election, other)
+        with thread_that_acts(election, role), thread_that_acts(election, other) as let_other_end:
+            everything = asyncio.ensure_future(election.drain())
+            await until(lambda: election.draining(role))
+            await bounded(election.step_down(role, timeout_s=0.05))
+            assert await bounded(election.drain(role)) is True, "nothing was led"
+            let_other_end()
+            assert await bounded(everything) is False
+
+
+async def test_an_end_by_force_makes_a_drain_that_waits_not_clean(node_dsn: str, role: str) -> None:
+    async with LeaderElection(node_dsn, role, **STEADY) as election:
+        await opens(election, role)
+        with thread_that_acts(election, role):
+            draining = asyncio.ensure_future(election.drain())
+            await until(lambda: election.draining(role))
+            assert election._task is not None
+            election._task.cancel()
+            assert await bounded(draining) is False
+
+
+async def test_work_that_is_cancelled_already_is_not_cancelled_again(node_dsn: str, role: str) -> None:
+    """A second cancellation would strike its clean-up."""
+    cleaning, may_end, ended = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def act() -> None:
+        with election.gate(role).acting():
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cleaning.set()
+                await may_end.wait()
+                ended.append("cleaned up")
+
+    async with LeaderElection(node_dsn, role, **STEADY) as election:
+        await opens(election, role)
+        acting = asyncio.ensure_future(act())
+        await until(lambda: election.gate(role).in_flight)
+        election.gate(role).cancel_acting()
+        await bounded(cleaning.wait())
+        election.gate(role).cancel_acting()
+        await asyncio.sleep(0)
+        may_end.set()
+        await asyncio.wait([acting])
+        assert ended == ["cleaned up"]
+
+
 # --- Until it is resumed
 
 
@@ -312,7 +377,130 @@ async def test_a_drain_that_is_resumed_before_it_has_begun_is_done_all_the_same(
         assert election.gate(role).current_epoch == 2
 
 
+class Acquired(ElectionObserver):
+    """Does something the moment a term has begun, before the engine does anything else."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self.then = then
+
+    def acquired(self, role: str, epoch: int, latency_s: float, from_other: bool) -> None:
+        self.then()
+
+
+@contextlib.asynccontextmanager
+async def winning(
+    monkeypatch: pytest.MonkeyPatch, dsn: str, role: str
+) -> AsyncIterator[tuple[LeaderElection, Callable[[], None]]]:
+    """An election whose term has begun at the server, and does not know it before it is let go on."""
+    real, won, go_on = Ledger.bump, asyncio.Event(), asyncio.Event()
+
+    async def bump(self: Ledger, *args: Any, **options: Any) -> list[Bump]:
+        answer = await real(self, *args, **options)
+        won.set()
+        await go_on.wait()
+        return answer
+
+    monkeypatch.setattr(Ledger, "bump", bump)
+    async with LeaderElection(dsn, role, **STEADY) as election:
+        await bounded(won.wait())
+        yield election, go_on.set
+
+
+@pytest.mark.parametrize("resumed", ["before the answer", "after the answer"])
+async def test_a_drain_that_is_resumed_while_the_role_is_being_won_returns_and_the_gate_opens(
+    node_dsn: str, role: str, resumed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[asyncio.Future[Any]] = []
+    async with winning(monkeypatch, node_dsn, role) as (election, go_on):
+        draining = asyncio.ensure_future(election.drain(role))
+        await asyncio.sleep(0)
+        if resumed == "before the answer":
+            await election.resume(role)
+        else:
+            resume = Acquired(lambda: tasks.append(asyncio.ensure_future(election.resume(role))) if not tasks else None)
+            election.observe(resume)
+        go_on()
+        assert await bounded(draining) is True
+        await opens(election, role)
+        await asyncio.gather(*tasks)
+
+
+async def test_a_term_that_begins_after_its_drain_was_asked_for_lets_nothing_in(
+    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_gates: list[bool] = []
+    async with winning(monkeypatch, node_dsn, role) as (election, go_on):
+        draining = asyncio.ensure_future(election.drain(role))
+        await asyncio.sleep(0)
+        election.observe(Acquired(lambda: open_gates.append(election.gate(role).is_leader)))
+        go_on()
+        assert await bounded(draining) is True
+    assert open_gates == [False]
+
+
+async def test_a_drain_ends_though_one_of_its_roles_is_led_again_before_the_others_end(
+    node_dsn: str, role: str
+) -> None:
+    busy = f"{role}-busy"
+    async with LeaderElection(node_dsn, [role, busy], **STEADY) as election:
+        await opens(election, role)
+        await opens(election, busy)
+        with thread_that_acts(election, busy):
+            draining = asyncio.ensure_future(election.drain())
+            await until(lambda: election.gate(role).token is None)
+            await election.resume(role)
+            await opens(election, role)
+        assert await bounded(draining) is True
+        assert election.gate(role).current_epoch == 2
+
+
 # --- The rest
+
+
+async def test_a_drain_shuts_the_gate_at_once_whatever_the_engine_is_waiting_for(
+    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, on_its_way, go_on = Ledger.beat, asyncio.Event(), asyncio.Event()
+
+    async def beat(self: Ledger, *args: Any) -> Beat:
+        on_its_way.set()
+        await go_on.wait()
+        return await real(self, *args)
+
+    async with LeaderElection(node_dsn, role, **STEADY) as election:
+        await opens(election, role)
+        monkeypatch.setattr(Ledger, "beat", beat)
+        await bounded(on_its_way.wait())
+        draining = asyncio.ensure_future(election.drain(role))
+        await asyncio.sleep(0)
+        assert not election.gate(role).is_leader
+        go_on.set()
+        assert await bounded(draining) is True
+
+
+async def test_a_step_down_is_obeyed_as_soon_as_the_gate_is_open(
+    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a heartbeat thread, which loses the processor between the gate's opening and the state's change."""
+    real, go_on = Driver.feed, threading.Event()
+
+    def feed(self: Driver, what: Input, *args: Any) -> Any:
+        if what is Input.ACQUIRE_ATTEMPT:
+            go_on.wait(WAIT_S)
+        return real(self, what, *args)
+
+    monkeypatch.setattr(Driver, "feed", feed)
+    async with LeaderElection(node_dsn, role, heartbeat_thread=True, **STEADY) as election:
+        try:
+            await opens(election, role)
+            assert election.state(role) is LockState.FOLLOWER
+            token = election.gate(role).token
+            stepping = asyncio.ensure_future(election.step_down(role))
+            await asyncio.sleep(0)
+        finally:
+            go_on.set()
+        await bounded(stepping)
+        assert election.gate(role).token is not token
 
 
 async def test_a_drain_of_what_is_not_led_is_clean_and_of_what_is_unknown_an_error(node_dsn: str, role: str) -> None:

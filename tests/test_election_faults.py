@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from conftest import StartServer
@@ -24,7 +25,7 @@ from support.counts import count
 from support.election_node import WAIT_S, ElectionNode, SendLog, election_node
 from support.election_storm import KINDS, MIDDLE, QUICK, SLOW, Storm, end_sessions_of
 
-PATIENT = {"heartbeat_interval_s": 0.5, "late_threshold_s": 1.8, "session_lease_s": 2.2}
+PATIENT: dict[str, Any] = {"heartbeat_interval_s": 0.5, "late_threshold_s": 1.8, "session_lease_s": 2.2}
 
 
 def fresh_role() -> str:
@@ -198,6 +199,35 @@ async def test_a_standby_counts_from_after_the_answer_however_early_it_asked(
                 while (sight := standby._roles[role].sight) is None:
                     await asyncio.sleep(0.005)
             assert sight.first_seen >= looks[0][1] + 0.19, "not before the answer was at hand"
+
+
+async def test_a_beat_that_shows_that_the_epoch_is_anothers_renews_nothing(
+    ledger: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever took it counts from the beat before. The leader is asked at the last moment before it knows better."""
+    role, before, looked = fresh_role(), list[float](), list[tuple[float, float]]()
+    real_beat, real_owned = Ledger.beat, Ledger.owned
+
+    async def beat(self: Ledger, *args: Any) -> Any:
+        before.append(gate.deadline)
+        return await real_beat(self, *args)
+
+    async def owned(self: Ledger) -> dict[str, int]:
+        looked.append((before[-1], gate.deadline))
+        return await real_owned(self)
+
+    async with LeaderElection(ledger, role, **PATIENT) as election:
+        gate = election.gate(role)
+        assert await gate.wait_open(WAIT_S)
+        token = gate.require_leader()
+        monkeypatch.setattr(Ledger, "beat", beat)
+        monkeypatch.setattr(Ledger, "owned", owned)
+        async with await psycopg.AsyncConnection.connect(ledger, autocommit=True) as conn:
+            await conn.execute("SELECT pgleaderlock.advance_epoch(%s, 'pgleaderlock', 'nobody')", (role,))
+        async with asyncio.timeout(WAIT_S):
+            await gate.wait_over(token)
+    ((deadline, when_looked),) = looked
+    assert when_looked == deadline
 
 
 async def test_a_drain_that_is_cancelled_before_its_first_step_leaves_nothing_behind(ledger: str) -> None:

@@ -157,6 +157,40 @@ async def test_an_attempt_is_held_while_another_leads_and_a_failover_is_told_fro
             await until(lambda: journal.said("acquired") == [("acquired", role, 4, True)])
 
 
+@pytest.mark.parametrize("how", ["session", "task", "epochs"])
+async def test_every_gate_is_shut_before_anybody_is_told_of_one(
+    node_dsn: str, superuser: str, role: str, how: str
+) -> None:
+    """An observer may be slow, and must not keep the other gates open."""
+    roles = [f"{role}-{number}" for number in range(3)]
+    told: list[tuple[str, bool]] = []
+
+    class Looks(ElectionObserver):
+        def lost(self, role: str, epoch: int, reason: str) -> None:
+            told.append((f"{epoch} {reason}", any(election.gate(name).is_leader for name in roles)))
+
+        def state_changed(self, role: str, old: LockState, new: LockState) -> None:
+            if old is LockState.LEADER:
+                told.append((new.value, any(election.gate(name).is_leader for name in roles)))
+
+    async with LeaderElection(node_dsn, roles, **STEADY) as election:
+        for name in roles:
+            await opens(election, name)
+        election.observe(Looks())
+        if how == "session":
+            terminate(node_dsn, key_pair(roles[0]))
+        elif how == "task":
+            assert election._task is not None
+            election._task.cancel()
+        else:
+            query = "SELECT count(pgleaderlock.advance_epoch(role, namespace, 'c')) FROM pgleaderlock.leaders"
+            one(superuser, f"{query} WHERE role = ANY (%s)", roles)
+        await until(lambda: len(told) >= 6)
+        assert {was_open for _, was_open in told[:6]} == {False}
+        reason = "superseded" if how == "epochs" else "lost"
+        assert [what for what, _ in told[:6]].count(f"1 {reason}") == 3
+
+
 BUMP = Bump(
     role="r",
     outcome="won",
@@ -225,10 +259,13 @@ async def test_a_database_that_is_away_is_an_error_of_each_attempt() -> None:
     assert journal.said("session_lost") == []
 
 
-async def test_an_observer_that_fails_disturbs_nobody(node_dsn: str, role: str) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, asyncio.CancelledError])
+async def test_an_observer_that_fails_disturbs_nobody(node_dsn: str, role: str, error: type[BaseException]) -> None:
+    """The second is what a cancelled future raises when it is asked for its result."""
+
     class Bad(ElectionObserver):
         def beaten(self, took_s: float) -> None:
-            raise ZeroDivisionError("an observer's own")
+            raise error("an observer's own")
 
     election = LeaderElection(node_dsn, role, **STEADY)
     journal, story = Journal(), Story(election)

@@ -9,11 +9,16 @@ import psycopg
 import pytest
 
 from pgleaderlock import LeaderElection, LockState, key_pair
+from pgleaderlock._session import DedicatedSession
 from pgleaderlock.ledger import Beat, Ledger
-from support.elections import PATIENT, STEADY, Story, admin, bounded, ledger_dsns, one, opens, until
+from support.elections import HASTY, PATIENT, STEADY, Story, admin, bounded, ledger_dsns, one, opens, until
 from support.server_side import holders
 
 # A node that does not listen and looks seldom: whoever listens would win before it, if nobody held back.
+LAST_BEAT = (
+    "SELECT min(beat) AS beat FROM pgleaderlock.sessions s WHERE namespace = %s AND ended_at IS NULL"
+    " AND EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid))"
+)
 SLOW = {**PATIENT, "acquire_delay_s": (0.4, 0.5), "listen_channel": None}
 
 
@@ -163,6 +168,50 @@ async def test_a_named_node_that_does_not_compete_keeps_the_role_free_for_a_mome
             assert await hand.settled(asked) == ("done", "waits leads it, and not named")
 
 
+@pytest.mark.parametrize("balance", [False, True])
+async def test_a_role_that_was_left_to_somebody_in_the_future_is_nobodys(
+    node: Callable[..., LeaderElection], superuser: str, name: str, balance: bool
+) -> None:
+    """The database's clock was set back: for an hour nobody would lead."""
+    role = f"{name}-role"
+    with admin(superuser) as conn:
+        conn.execute(
+            "INSERT INTO pgleaderlock.requests (kind, namespace, role, to_node_id, released_at)"
+            " VALUES ('step_down', %s, %s, 'named', clock_timestamp() + interval '1 hour')",
+            (name, role),
+        )
+    async with node("leads", balance=balance) as leads:
+        await opens(leads, role)
+
+
+@pytest.mark.parametrize("asked", ["step_down", "step_down to nobody", "resume"])
+async def test_many_requests_at_once_are_settled_in_few_statements(
+    node: Callable[..., LeaderElection], superuser: str, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A heartbeat waits behind each of them."""
+    real, settling = DedicatedSession._execute, list[str]()
+
+    async def execute(self: DedicatedSession, statement: str, *args: Any) -> list[Any]:
+        if "settle" in statement or "finish" in statement:
+            settling.append(statement)
+        return await real(self, statement, *args)
+
+    roles = [f"{name}-{number:02}" for number in range(40)]
+    async with node("leads", roles) as leads:
+        await until(lambda: all(leads.gate(role).is_leader for role in roles))
+        monkeypatch.setattr(DedicatedSession, "_execute", execute)
+        with admin(superuser) as conn:
+            query = {
+                "step_down": "SELECT pgleaderlock.request_step_down(role, %(n)s, NULL, 'pgleaderlock')",
+                "step_down to nobody": "SELECT pgleaderlock.request_step_down(role, %(n)s, 'nobody', 'pgleaderlock')",
+                "resume": "SELECT pgleaderlock.request_resume('leads', %(n)s, 'pgleaderlock')",
+            }[asked]
+            conn.execute(f"{query} FROM pgleaderlock.leaders WHERE namespace = %(n)s".encode(), {"n": name})
+        settled = "SELECT count(outcome) AS n FROM pgleaderlock.requests WHERE namespace = %s"
+        await until(lambda: one(superuser, settled, name)["n"] == 40)
+        assert 1 <= len(settling) <= 4
+
+
 async def test_a_role_that_nobody_leads_and_a_node_that_is_not_there_are_nothing_to_ask(hand: Hand, name: str) -> None:
     assert hand.step_down(f"{name}-role") is None
     assert hand.drain("nobody") is None
@@ -243,6 +292,104 @@ async def test_the_later_of_two_opposite_requests_counts(
             assert (await hand.settled(resume))[0] == "done"
         assert (await hand.settled(drain))[0] == "refused"
         await opens(busy, role)
+
+
+async def test_a_drain_that_the_application_resumes_before_its_end_is_refused(
+    node: Callable[..., LeaderElection], hand: Hand, name: str
+) -> None:
+    role = f"{name}-role"
+    async with node("busy", **STEADY) as busy:
+        await opens(busy, role)
+        with busy.gate(role).acting():
+            asked = hand.drain("busy")
+            await until(lambda: busy.draining(role))
+            await busy.resume()
+        assert await hand.settled(asked) == ("refused", "resumed before it had ended")
+        await opens(busy, role)
+
+
+async def test_a_drain_that_an_earlier_session_was_asked_for_is_obeyed_by_the_next_and_stays(
+    node: Callable[..., LeaderElection], hand: Hand, superuser: str, name: str
+) -> None:
+    """It had no chance to read it: it beats when it is told to. The new session's record does not say drained."""
+    role = f"{name}-role"
+    async with node("deaf", heartbeat_interval_s=400.0, listen_channel=None) as deaf:
+        await opens(deaf, role)
+        asked, before = hand.drain("deaf"), hand.session("deaf")
+        one(superuser, "SELECT pg_terminate_backend(%s)", before["backend_pid"])
+        await until(lambda: hand.session("deaf")["session_id"] > before["session_id"])
+        engine = deaf._engine
+        assert engine is not None
+        engine.wake("requested")
+        assert (await hand.settled(asked))[0] == "done"
+
+        def recorded() -> bool:
+            engine.wake("requested")
+            return bool(hand.session("deaf")["draining"])
+
+        await until(recorded)
+        assert deaf.drained(role)
+
+
+async def test_what_a_process_was_asked_is_not_for_the_one_that_follows_it(
+    node: Callable[..., LeaderElection], hand: Hand, name: str
+) -> None:
+    """The name is the same, as that of a pod is. It was killed before its drain had ended."""
+    role = f"{name}-role"
+    first, second = node("pod-0", **HASTY), node("pod-0", **HASTY)
+    async with first:
+        await opens(first, role)
+        with first.gate(role).acting():
+            asked = hand.drain("pod-0")
+            await until(lambda: first.draining(role))
+            assert first._task is not None
+            first._task.cancel()
+            await until(lambda: first.state(role) is LockState.STOPPED)
+    async with second:
+        await opens(second, role)
+        beat = one(hand._superuser, LAST_BEAT, name)["beat"]
+        await until(lambda: one(hand._superuser, LAST_BEAT, name)["beat"] > beat + 2)
+        assert not second.drained(role)
+        assert hand.outcome(asked) == (None, None)
+
+
+async def test_a_node_of_several_sessions_is_drained_when_the_last_of_them_is(
+    node: Callable[..., LeaderElection], hand: Hand, superuser: str, name: str
+) -> None:
+    """Two programs of one host have one name, unless somebody names them."""
+    async with node("host", f"{name}-a", **STEADY) as idle, node("host", f"{name}-b", **STEADY) as busy:
+        await opens(idle, f"{name}-a")
+        await opens(busy, f"{name}-b")
+        with busy.gate(f"{name}-b").acting():
+            asked = hand.drain("host")
+            await until(lambda: idle.gate(f"{name}-a").token is None and busy.draining(f"{name}-b"))
+            beat = one(superuser, LAST_BEAT, name)["beat"]
+            await until(lambda: one(superuser, LAST_BEAT, name)["beat"] > beat + 3)
+            assert hand.outcome(asked) == (None, None)
+        assert await hand.settled(asked) == ("done", "clean")
+
+
+async def test_what_the_application_resumes_is_not_drained_again_by_a_request_that_is_still_open(
+    node: Callable[..., LeaderElection], hand: Hand, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drain of another session of this node goes on; this one's has ended, and it has said so in vain."""
+    real, said = Ledger.settle_request, asyncio.Event()
+
+    async def settle_request(self: Ledger, *args: Any) -> None:
+        await real(self, *args)
+        said.set()
+
+    monkeypatch.setattr(Ledger, "settle_request", settle_request)
+    async with node("host", f"{name}-a", **STEADY) as idle, node("host", f"{name}-b", **STEADY) as busy:
+        await opens(idle, f"{name}-a")
+        await opens(busy, f"{name}-b")
+        with busy.gate(f"{name}-b").acting():
+            asked = hand.drain("host")
+            await bounded(said.wait())
+            await idle.resume()
+            assert (await hand.settled(asked))[0] == "refused"
+            await opens(idle, f"{name}-a")
+            assert idle.gate(f"{name}-a").current_epoch == 2
 
 
 async def test_an_answer_that_was_on_its_way_does_not_undo_what_the_application_has_decided(
@@ -348,10 +495,15 @@ async def test_a_plain_role_settles_only_what_is_asked_of_its_own_session(
                 conn.execute("SELECT pgleaderlock.settle_request(%s, %s, 'done', NULL)", (theirs, asked))
                 conn.execute("SELECT pgleaderlock.note_drain(%s, 'drain_began', ARRAY['x'], ARRAY['y'])", (theirs,))
                 conn.execute("SELECT pgleaderlock.reserve(%s, ARRAY[%s])", (theirs, asked))
+                conn.execute("SELECT pgleaderlock.describe_session(%s, false, true)", (theirs,))
                 with pytest.raises(psycopg.errors.Error) as refused:
                     conn.execute("SELECT pgleaderlock.tick(%s, '{}', NULL)", (theirs,))
                 assert refused.value.sqlstate == "PGL03"
             assert hand.outcome(asked) == (None, None)
             assert ("drain_began", "x", "leads") not in hand.events()
+            assert {key: hand.session("leads")[key] for key in ("draining", "balance")} == {
+                "draining": True,
+                "balance": False,
+            }
             assert len(holders(node_dsn, key_pair(role, name))) == 1
         await hand.settled(asked)

@@ -182,9 +182,43 @@ async def test_without_a_retention_nothing_goes(node_dsn: str, superuser: str, s
         assert history(superuser, space) == before, "nor by a node of another namespace"
 
 
+async def test_a_cleaning_that_the_server_refuses_costs_no_session(
+    node_dsn: str, superuser: str, space: str, often: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, done = ledger.Ledger.prune, list[bool]()
+
+    async def prune(self: ledger.Ledger, keep_s: float) -> bool:
+        done.append(await real(self, keep_s))
+        return done[-1]
+
+    monkeypatch.setattr(ledger.Ledger, "prune", prune)
+    write_history(superuser, space)
+    with admin(superuser) as conn:
+        conn.execute("REVOKE EXECUTE ON FUNCTION pgleaderlock.prune FROM election_plain")
+        try:
+            async with running(node_dsn, space) as election:
+                before = history(superuser, space)
+                await until(lambda: len(done) >= 3)
+                assert election.gate("role").require_leader().epoch == 1
+                assert election.last_error is None
+                assert history(superuser, space) == before
+        finally:
+            conn.execute("GRANT EXECUTE ON FUNCTION pgleaderlock.prune TO election_plain")
+
+
+YOUNG = (
+    ("1 minute", 10),
+    ("30 days", 0),
+    ("30 days", 10_001),
+    ("-12 months 361 days", 10),  # is a day when it is compared, and lies in the future when it is subtracted
+    (None, 10),
+    ("30 days", None),
+)
+
+
 def test_no_hand_deletes_what_is_young(node_dsn: str, space: str) -> None:
     with psycopg.connect(node_dsn, autocommit=True) as conn:
-        for keep, limit in (("1 minute", 10), ("30 days", 0), ("30 days", 10_001)):
+        for keep, limit in YOUNG:
             with pytest.raises(psycopg.errors.InvalidParameterValue):
                 conn.execute("SELECT pgleaderlock.prune(%s, %s, %s)", (space, keep, limit))
 

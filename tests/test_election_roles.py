@@ -16,10 +16,12 @@ from pgleaderlock import (
     LockError,
     LockState,
     NotLeader,
+    _winning,
     key_pair,
 )
+from pgleaderlock.keys import KeyPair, key_pair_from_bigint
 from pgleaderlock.ledger import Ledger, Look
-from support.elections import PATIENT, STEADY, WAIT_S, Story, bounded, ledger_dsns, one, opens, reading, until
+from support.elections import HASTY, PATIENT, STEADY, WAIT_S, Story, bounded, ledger_dsns, one, opens, reading, until
 from support.server_side import holders
 
 
@@ -137,6 +139,68 @@ async def test_a_second_role_beside_a_wait_at_the_server_is_refused(node_dsn: st
         await bounded(election.remove_role(role))
         await bounded(election.add_role(f"{role}-instead"))
         await opens(election, f"{role}-instead")
+
+
+# --- One name under two keys: two locks, which exclude nobody
+
+
+@pytest.fixture
+def two_keys() -> tuple[int, int]:
+    return uuid.uuid4().int % 2**62, uuid.uuid4().int % 2**62
+
+
+def recorded_keys(superuser: str, role: str) -> KeyPair:
+    row = one(superuser, "SELECT key1, key2 FROM pgleaderlock.leaders WHERE role = %s", role)
+    return row["key1"], row["key2"]
+
+
+async def test_while_the_recorded_key_is_held_another_key_wins_nothing_and_says_why(
+    node_dsn: str, superuser: str, role: str, two_keys: tuple[int, int]
+) -> None:
+    first, second = two_keys
+    async with LeaderElection(node_dsn, {role: first}, **HASTY) as leader:
+        await opens(leader, role)
+        other = LeaderElection(node_dsn, {role: second}, **HASTY)
+        story = Story(other)
+        async with other:
+            await story.heard("on_error")
+            assert "under another key" in str(story.errors[0])
+            assert holders(node_dsn, key_pair_from_bigint(second)) == [], "it is in nobody's way"
+            assert (other.gate(role).token, other.state(role)) == (None, LockState.FOLLOWER)
+            assert leader.gate(role).require_leader().epoch == 1
+        assert recorded_keys(superuser, role) == key_pair_from_bigint(first)
+
+
+async def test_a_key_that_nobody_holds_any_more_is_written_anew(
+    node_dsn: str, superuser: str, role: str, two_keys: tuple[int, int]
+) -> None:
+    """And whoever comes with the old one then is the one who is refused."""
+    first, second = two_keys
+    async with LeaderElection(node_dsn, {role: first}, **STEADY) as before:
+        await opens(before, role)
+    async with LeaderElection(node_dsn, {role: second}, **STEADY) as leader:
+        await opens(leader, role)
+        assert recorded_keys(superuser, role) == key_pair_from_bigint(second)
+        story = Story(before)
+        async with before:
+            await story.heard("on_error")
+            assert before.gate(role).token is None
+            assert leader.gate(role).require_leader().epoch == 2
+
+
+async def test_whose_key_was_refused_leads_when_the_other_is_gone(
+    node_dsn: str, role: str, two_keys: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_winning, "COLLISION_RETRY_S", 0.05)
+    first, second = two_keys
+    other = LeaderElection(node_dsn, {role: second}, **STEADY)
+    story = Story(other)
+    async with LeaderElection(node_dsn, {role: first}, **STEADY) as leader:
+        await opens(leader, role)
+        await other.start()
+        await story.heard("on_error")
+    await opens(other, role)
+    await other.shutdown()
 
 
 # --- Removing
@@ -267,6 +331,27 @@ async def test_a_role_whose_lock_may_be_granted_any_moment_is_not_forgotten(
         go_on.set()
         await bounded(removing)
         assert holders(node_dsn, key_pair(role)) == []
+
+
+async def test_a_role_is_removed_while_the_first_connect_hangs(role: str) -> None:
+    """A server that accepts and says nothing: no lock of it can be on its way to us."""
+    asked, hang_up = asyncio.Event(), asyncio.Event()
+
+    async def says_nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await hang_up.wait()
+        writer.close()
+
+    async with await asyncio.start_server(says_nothing, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        election = LeaderElection(f"host=127.0.0.1 port={port} user=x dbname=x", [role, "kept"], **STEADY)
+        starting = asyncio.ensure_future(election.start())
+        await bounded(asked.wait())
+        await bounded(election.remove_role(role))
+        assert election.roles == ("kept",)
+        hang_up.set()
+        await bounded(starting)
+        await bounded(election.shutdown())
 
 
 async def test_a_removal_out_of_time_is_not_clean_and_goes_through(node_dsn: str, superuser: str, role: str) -> None:

@@ -161,6 +161,88 @@ async def test_the_functions_it_may_call_check_who_is_asking(
         assert election.gate(role).require_leader().epoch == 1
 
 
+@pytest.fixture
+def leads(hand: psycopg.Connection[tuple[Any, ...]], role: str) -> int:
+    """The hand's own session leads the role, by the book."""
+    own, keys = open_session(hand), key_pair(role)
+    hand.execute("SELECT pg_advisory_lock(%s, %s)", keys)
+    bump = "SELECT outcome FROM pgleaderlock.bump(%s, ARRAY[%s], ARRAY[%s], ARRAY[%s], 0, 'c')"
+    assert hand.execute(bump.encode(), (own, role, *keys)).fetchall() == [("won",)]
+    return own
+
+
+def ask(conn: psycopg.Connection[tuple[Any, ...]], role: str, to: str | None = None) -> int:
+    row = conn.execute("SELECT pgleaderlock.request_step_down(%s, 'pgleaderlock', %s, 'c')", (role, to)).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def request(superuser: str, request_id: int) -> dict[str, Any]:
+    query = "SELECT outcome, released_at FROM pgleaderlock.requests WHERE request_id = %s"
+    return one(superuser, query, request_id)
+
+
+UNTOUCHED = {"outcome": None, "released_at": None}
+
+
+def test_what_is_asked_of_a_leader_is_settled_and_reserved_by_nobody_else(
+    plain: str, superuser: str, hand: psycopg.Connection[tuple[Any, ...]], leads: int, role: str
+) -> None:
+    """A session of its own is not enough."""
+    asked = ask(hand, role, "ghost")
+    with psycopg.connect(plain, autocommit=True) as stranger:
+        own = open_session(stranger)
+        stranger.execute("SELECT pgleaderlock.settle_request(%s, %s, 'done', 'all went well')", (own, asked))
+        stranger.execute("SELECT pgleaderlock.finish_request(%s, %s)", (own, asked))
+        stranger.execute("SELECT pgleaderlock.reserve(%s, ARRAY[%s])", (own, asked))
+    assert request(superuser, asked) == UNTOUCHED
+    hand.execute("SELECT pgleaderlock.settle_request(%s, %s, 'refused', NULL)", (leads, asked))
+    assert request(superuser, asked)["outcome"] == "refused", "but by the leader"
+
+
+def test_what_is_asked_of_a_node_is_settled_by_no_other_node(
+    plain: str, superuser: str, hand: psycopg.Connection[tuple[Any, ...]], role: str
+) -> None:
+    own, node = open_session(hand), f"node-{role}"
+    with psycopg.connect(plain, autocommit=True) as conn:
+        conn.execute(
+            "SELECT pgleaderlock.open_session('pgleaderlock', gen_random_uuid(), %s, 'h', 1, 'n', 6, 7, true, 'test')",
+            (node,),
+        )
+        for kind in ("drain", "resume"):
+            row = hand.execute(
+                f"SELECT pgleaderlock.request_{kind}(%s, 'pgleaderlock', 'c')".encode(), (node,)
+            ).fetchone()
+            assert row is not None
+            for outcome in ("done", "refused"):
+                hand.execute("SELECT pgleaderlock.settle_request(%s, %s, %s, NULL)", (own, row[0], outcome))
+            assert request(superuser, row[0]) == UNTOUCHED
+
+
+def test_a_role_is_reserved_once_and_for_the_last_node_that_was_named(
+    superuser: str, hand: psycopg.Connection[tuple[Any, ...]], leads: int, role: str
+) -> None:
+    """Reserved again and again, it would have no leader for ever; for two, each would leave it to the other."""
+    first, last = ask(hand, role, "one"), ask(hand, role, "two")
+    reserve = "SELECT pgleaderlock.reserve(%s, ARRAY[%s, %s])"
+    hand.execute(reserve.encode(), (leads, first, last))
+    reserved = request(superuser, last)
+    assert (request(superuser, first)["released_at"], reserved["released_at"] is None) == (None, False)
+    hand.execute(reserve.encode(), (leads, first, last))
+    assert request(superuser, last) == reserved
+
+
+def test_who_has_given_a_role_up_reserves_it_for_nobody(
+    superuser: str, hand: psycopg.Connection[tuple[Any, ...]], leads: int, role: str
+) -> None:
+    asked = ask(hand, role, "ghost")
+    hand.execute(
+        "SELECT pgleaderlock.end_term(%s, ARRAY[%s], ARRAY[1::bigint], ARRAY[true], 'released')", (leads, role)
+    )
+    hand.execute("SELECT pgleaderlock.reserve(%s, ARRAY[%s])", (leads, asked))
+    assert request(superuser, asked) == UNTOUCHED
+
+
 def test_a_bump_under_an_old_snapshot_is_refused(hand: psycopg.Connection[tuple[Any, ...]], role: str) -> None:
     own, keys = open_session(hand), key_pair(role)
     hand.execute("SELECT pg_advisory_lock(%s, %s)", keys)

@@ -6,7 +6,7 @@ another node, sent by the giver to itself: durable, visible, and one at a time. 
 balance. Imports `balance`, `_board`, `_roles`, `ledger`, `models`.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pgleaderlock import balance
@@ -50,6 +50,8 @@ class Balancing:
         self._free_since: dict[str, float] = {}
         self._asked: balance.Move | None = None
         self._unwilling: dict[str, float] = {}
+        self._barred: set[balance.Move] = set()
+        """What came to nothing: the same role is not offered to the same node again while the members are the same."""
 
     @property
     def on(self) -> bool:
@@ -69,7 +71,7 @@ class Balancing:
         mine |= {role.name for role in free if role.look is not None and role.look.for_us}
         return [role for role in free if role.name in mine or self._held_back_until(role) <= now]
 
-    def saw(self, wanted: list[Role], now: float) -> float:
+    def saw(self, wanted_now: Callable[[], list[Role]], now: float) -> float:
         """Take note of what is free; answers when the next try should come."""
         if not self.on:
             return NEVER
@@ -79,6 +81,7 @@ class Balancing:
         }
         if not self._free_since:
             return NEVER
+        wanted = wanted_now()
         allowed = {role.name for role in self.allowed(wanted, now)}
         if any(name in allowed for name in self._free_since.keys() - before.keys()):
             return now  # it was only looked at this time
@@ -88,7 +91,10 @@ class Balancing:
         look = role.look
         if role.holds_lock or look is None:
             return False
-        return look.ended or look.gone or role.unchanged_s(now) > (look.lease_s or 0.0)
+        if look.ended or look.gone:
+            return True
+        sight = role.sight
+        return sight is not None and now - sight.first_seen > (look.lease_s or 0.0)
 
     def _held_back_until(self, role: Role) -> float:
         return self._free_since.get(role.name, NEVER) + HOLD_S
@@ -112,7 +118,7 @@ class Balancing:
         self._judge_last_move(now, moving=moving)
         held = self._held(now)
         on_their_way = self._on_their_way(now)
-        due = balance.next_move(held, on_their_way)
+        due = balance.next_move(held, on_their_way, self._barred)
         if due is not None or moving or on_their_way:
             self.due_at = min(self.due_at, now + BUSY_S)
         if due is None or moving or due.from_node != self._me or not self._is_settled(now):
@@ -135,6 +141,7 @@ class Balancing:
         if here != self._members:
             self._members, self._same_since = here, now
             self._unwilling.clear()
+            self._barred.clear()
         interval_s = self._board.settings.heartbeat_interval_s
         self.due_at = now + interval_s * self._board.rng.uniform(0.8, 1.2)
         return any(member.moving for member in members)
@@ -159,6 +166,7 @@ class Balancing:
         if role is not None and (role.in_term or (role.look is not None and role.look.node_id != move.to_node)):
             self._board.log.info("balance_move_not_taken", role=move.role, to=move.to_node)
             self._unwilling[move.to_node] = now + UNWILLING_S
+            self._barred.add(move)
 
     # --- Facts
 

@@ -18,7 +18,7 @@ from pgleaderlock._conninfo import check_dsn
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.keys import KeyPair, key_pair, key_pair_from_bigint
 
-__all__ = ["Thresholds", "check", "role_pair", "statement_timeout_s", "thresholds"]
+__all__ = ["Thresholds", "check", "gate_under_lease_s", "role_pair", "statement_timeout_s", "thresholds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,15 @@ def thresholds(values: Mapping[str, Value]) -> Thresholds:
     interval_s = values["refresh_interval"].value
     gate_s, lease_s = values["late_threshold"].value, values["lease_duration"].value
     if gate_s is None:
-        gate_s = 2 * interval_s if lease_s is None else lease_s - max(1.0, lease_s / 10)
+        gate_s = 2 * interval_s if lease_s is None else gate_under_lease_s(lease_s)
     if lease_s is None:
         lease_s = gate_s + max(1.0, gate_s / 10)
     return Thresholds(interval_s, gate_s, lease_s)
+
+
+def gate_under_lease_s(lease_s: float) -> float:
+    """G, where T alone was given."""
+    return lease_s - max(1.0, lease_s / 10)
 
 
 def statement_timeout_s(gate_s: float) -> float:
@@ -152,6 +157,9 @@ def _combinations(values: Mapping[str, Value], roles: Sequence[RoleSettings]) ->
     if wait.value and len(roles) > 1:
         text = f"{_said(wait)} waits at the server for one role only, and there are {len(roles)}"
         yield wait.origin.problem(text, "remove it, or give each role a process of its own")
+    if wait.value and values["balance"].value:
+        text = f"{_said(wait)} leaves a role to nobody, and {_said(values['balance'], with_origin=True)} does to others"
+        yield wait.origin.problem(text, "remove one of the two")
     for value in (wait, timeout):
         if value.value and pooler.value:
             text = f"{value.setting.key} cannot be used behind a pooler, and allow_pooler is true ({pooler.origin})"

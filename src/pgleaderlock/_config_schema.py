@@ -114,7 +114,7 @@ ELECTION = (
         change_when="Every act is fenced, and only then.",
     ),
     Setting(
-        "node_id", TEXT, None, option="node_id", default_text="the host name",
+        "node_id", TEXT, None, option="node_id", flag="--node-id", default_text="the host name",
         meaning="Who this node is, for people.", change_when="Several nodes share a host.",
         other_names=("node", "node_name", "identity"),
     ),
@@ -146,7 +146,7 @@ ELECTION = (
         meaning="false: this node watches, and never leads.", change_when="A node is there to look on.",
     ),
     Setting(
-        "balance", SWITCH, False, option="balance",
+        "balance", SWITCH, False, option="balance", flag="--balance",
         meaning="Spread the roles over the live nodes, so that shares differ by one at most.",
         change_when="There are many roles, and each costs its leader something.",
         other_names=("balanced", "rebalance"),

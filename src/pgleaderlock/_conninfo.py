@@ -20,11 +20,23 @@ from psycopg.conninfo import conninfo_to_dict
 
 from pgleaderlock.errors import ConfigurationError
 
-__all__ = ["ConnectionSettings", "Dsn", "check_dsn", "connect_params", "default_application_name", "resolve", "scrub"]
+__all__ = [
+    "LIBPQ_VARIABLES",
+    "ConnectionSettings",
+    "Dsn",
+    "check_dsn",
+    "connect_params",
+    "default_application_name",
+    "libpq_knows_where",
+    "resolve",
+    "scrub",
+]
 
 # A callable serves passwords that expire: it is asked before every connect.
 Dsn = str | Callable[[], str | Awaitable[str]]
 
+# With any of these libpq knows where to go; user, password and the rest only refine it.
+LIBPQ_VARIABLES = ("PGHOST", "PGHOSTADDR", "PGSERVICE", "PGDATABASE")
 CONNECT_TIMEOUT_S = 10
 KEEPALIVE_S_MAX = 60.0
 APPLICATION_NAME_BYTES_MAX = 63
@@ -50,6 +62,12 @@ class ConnectionSettings:
     allow_pooler: bool = False
     idle_timeout_s: float = 0.0
     """The lease from the beginning, for a session that is never silent; 0: it begins with the lock."""
+
+
+def libpq_knows_where(environ: Mapping[str, str] | None = None) -> bool:
+    """Does an empty DSN lead to a database that somebody has chosen?"""
+    env = os.environ if environ is None else environ
+    return any(env.get(name) for name in LIBPQ_VARIABLES)
 
 
 async def resolve(dsn: Dsn) -> str:

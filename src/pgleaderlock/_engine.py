@@ -152,8 +152,9 @@ class Engine:
 
     def forget(self, role: Role) -> bool:
         """Drop a role that is not held; False if it is, or if it may be any moment."""
-        if not role.free or role in self._board.trying:
+        if not role.free or (self._board.ledger is not None and role in self._board.trying):
             return False
+        self._board.trying = [other for other in self._board.trying if other is not role]
         self._board.roles = {name: other for name, other in self._board.roles.items() if other is not role}
         role.walk_to_stopped()
         return True
@@ -172,6 +173,7 @@ class Engine:
         """Roles that were drained are competed for again."""
         for role in roles:
             role.drained = False
+        self._releases.resumed(roles)
         if everything or self._requests.draining:
             self._requests.resume_node(everything=everything)
             self._hurry_to_beat()
@@ -257,9 +259,6 @@ class Engine:
         beat = await self._board.there().beat([role.name for role in settled], telling)
         acked_at = self._clock.now()
         self._requests.told(telling)
-        if acked_at < sent_at + self._settings.gate_s:
-            for role in led:
-                role.gate.renew(sent_at + self._settings.gate_s)
         self.acked_at = sent_at
         self._board.observers.tell("beaten", acked_at - sent_at)
         for role in settled:
@@ -267,17 +266,25 @@ class Engine:
         self._beat_due_at = sent_at + self._settings.heartbeat_interval_s * self._rng.uniform(0.8, 1.2)
         if (beat.roles, beat.epochs) != (len(led), sum(role.epoch or 0 for role in led)):
             await self._reconcile(led)
+        # Only now: whoever took an epoch from us counts from the beat before this one.
+        if acked_at < sent_at + self._settings.gate_s:
+            for role in led:
+                role.gate.renew(sent_at + self._settings.gate_s)
         await self._requests.obey(beat)
 
     async def _reconcile(self, led: list[Role]) -> None:
         """The ledger does not agree about what this session leads: an operator has advanced an epoch."""
         owned = await self._board.there().owned()
-        for role in led:
-            if owned.get(role.name) != role.epoch:
-                self._lose_role(role, LockError(f"epoch {role.epoch} of {role.name!r} was superseded"), "superseded")
-                await self._board.there().unlock({role.name: role.keys})
+        superseded = [(role, role.epoch) for role in led if owned.get(role.name) != role.epoch]
+        for role, _ in superseded:
+            role.gate.close("lost")
+        for role, epoch in superseded:
+            self._lose_role(role, epoch, LockError(f"epoch {epoch} of {role.name!r} was superseded"), "superseded")
+        if superseded:
+            await self._board.there().unlock({role.name: role.keys for role, _ in superseded})
+            for role, _ in superseded:
                 role.holds_lock = False
-                self._hurry()
+            self._hurry()
 
     # --- Losing
 
@@ -285,9 +292,12 @@ class Engine:
         """The session is gone, and every term with it: gates first, then everything else."""
         ledger, self._board.ledger = self._board.ledger, None
         self.acked_at = None
+        lost = [(role, role.epoch) for role in self._board.roles.values() if role.in_term]
+        for role, _ in lost:  # all of them, before anybody is told of one
+            role.gate.close("lost")
+        for role, epoch in lost:
+            self._lose_role(role, epoch, error)
         for role in self._board.roles.values():
-            if role.in_term:
-                self._lose_role(role, error)
             role.holds_lock = False
         if ledger is not None:
             await ledger.session.close()
@@ -303,8 +313,8 @@ class Engine:
         delay_s = ERROR_BACKOFF_S[min(self._errors, len(ERROR_BACKOFF_S)) - 1]
         self._connect_due_at = self._clock.now() + delay_s + reconnect_jitter_s(delay_s, self._rng)
 
-    def _lose_role(self, role: Role, error: Exception, reason: LossReason = "lost") -> None:
-        epoch, releasing = role.epoch, role.driver.state is LockState.RELEASING
+    def _lose_role(self, role: Role, epoch: int | None, error: Exception, reason: LossReason = "lost") -> None:
+        releasing = role.driver.state is LockState.RELEASING
         role.gate.close("lost")
         self._releases.lost(role)
         if self._board.stopping:
@@ -326,7 +336,7 @@ class Engine:
             due = [self._beat_due_at]  # the rest is not done any more: due for ever, it would leave the loop to nobody
         else:
             due = [self._beat_due_at, self._try_due_at, self._upkeep.due_at, self._balancing.due_at]
-        due_at = min([*due, *(self._next_turn(role, now) for role in self._board.roles.values())])
+        due_at = min([*due, *(self._next_turn(role, now) for role in self._board.roles.values() if role.in_term)])
         if due_at <= now or (self._board.stopping and self._board.nothing_held()):
             self._woken.clear()
             await asyncio.sleep(0)
@@ -349,8 +359,6 @@ class Engine:
 
     def _next_turn(self, role: Role, now: float) -> float:
         """When the gate of this role opens or shuts by itself, so that the change is announced then."""
-        if not role.in_term:
-            return NEVER
         turns = [turn for turn in (role.gate.opens_at, role.gate.deadline) if turn > now]
         return min(turns, default=NEVER)
 
@@ -363,13 +371,14 @@ class Engine:
         ledger, self._board.ledger = self._board.ledger, None
         self.acked_at = None
         self._releases.end()
-        for role in self._board.roles.values():
-            epoch, in_term = role.epoch, role.in_term
+        ending = [(role, role.epoch, role.in_term) for role in self._board.roles.values()]
+        for role, _, in_term in ending:
             role.gate.close("lost" if in_term else "released")
+        for role, epoch, in_term in ending:
             role.walk_to_stopped()
             role.holds_lock = False
             if in_term:
-                role.released_clean = False
+                self._releases.lost(role)
                 self._board.observers.tell("lost", role.name, epoch, "lost")
         if ledger is not None:
             await ledger.session.close()

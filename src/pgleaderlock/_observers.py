@@ -3,6 +3,8 @@
 Imports `observer`, `_logging` and the standard library only.
 """
 
+from asyncio import CancelledError
+
 from pgleaderlock._logging import StructuredLogger
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.observer import ElectionObserver
@@ -34,5 +36,5 @@ class Observers:
     def tell_one(self, observer: ElectionObserver, hook: str, *args: object) -> None:
         try:
             getattr(observer, hook)(*args)
-        except Exception as error:
+        except (Exception, CancelledError) as error:  # the latter is its own: nothing is awaited here
             self._log.error("observer_failed", exc_info=error, hook=hook, observer=type(observer).__name__, error=error)

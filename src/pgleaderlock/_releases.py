@@ -20,12 +20,13 @@ __all__ = ["Ended", "Releases"]
 Ended = Future[bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Wait:
-    """Somebody wants to hear when none of these roles is held any more."""
+    """Somebody wants to hear when each of these roles was given up: those that are left, and how it went so far."""
 
-    roles: tuple[Role, ...]
+    left: set[Role]
     told: Ended
+    clean: bool = True
 
 
 class Releases:
@@ -94,15 +95,17 @@ class Releases:
         for role in roles:
             epoch, role.released_clean = terms[role.name]
             role.holds_lock = False
+            self._over(role, clean=role.released_clean)
             role.not_before = others_first_until
             role.driver.feed(Input.RELEASE_SUCCEEDED)
             board.observers.tell("lost", role.name, epoch, "released")
             board.observers.tell("drain_ended", role.name, role.released_clean)
+        settled = []
         for role in roles:
             requests, role.requests = role.requests, []
-            for request in requests:
-                if not request.to_node_id:  # or whoever leads next says that it is done
-                    await ledger.settle_request(request.request_id, "done", _how(role))
+            # Of those for another node, whoever leads next says that they are done.
+            settled += [(request.request_id, "done", _how(role)) for request in requests if not request.to_node_id]
+        await ledger.settle_requests(settled)
         await self._note("drain_ended", {role.name: _how(role) for role in roles if role.drained})
         return others_first_until
 
@@ -123,20 +126,31 @@ class Releases:
         """The role was lost before it could be given up."""
         role.requests.clear()
         role.released_clean = False
+        self._over(role, clean=False)
         if (drained := self._going_on.pop(role.name, None)) is not None:
             drained.cancel()
 
     # --- Those who wait
 
     def tell_when_free(self, roles: Collection[Role]) -> Ended:
-        """Resolves when none of them is held any more: with True, if each was released cleanly or not led at all."""
-        for role in roles:
-            role.released_clean = role.released_clean if role.in_term else True
-        wait = _Wait(tuple(roles), Future())
+        """Resolves when each of them was given up: with True, if each was released cleanly or not led at all."""
+        wait = _Wait(set(roles), Future())
         self._waits.append(wait)
         if self._board.ledger is None:
             self.tell()  # nothing can be on its way to us
         return wait.told
+
+    def resumed(self, roles: Collection[Role]) -> None:
+        """What is not led yet will not be given up any more: nobody has to wait for that."""
+        for role in roles:
+            if not role.in_term:
+                self._over(role, clean=True)
+
+    def _over(self, role: Role, *, clean: bool) -> None:
+        for wait in self._waits:
+            if role in wait.left:
+                wait.left.discard(role)
+                wait.clean &= clean
 
     def tell(self, *, over: bool = False) -> None:
         """Called when no statement is on its way: what is not held now will not be, either."""
@@ -144,9 +158,10 @@ class Releases:
         for wait in waits:
             if wait.told.cancelled():
                 continue
-            if over or all(role.free for role in wait.roles):
+            wait.left = {role for role in wait.left if not role.free}
+            if over or not wait.left:
                 with contextlib.suppress(InvalidStateError):  # cancelled from another thread, just now
-                    wait.told.set_result(all(role.free and role.released_clean for role in wait.roles))
+                    wait.told.set_result(wait.clean and not wait.left)
             else:
                 self._waits.append(wait)
 

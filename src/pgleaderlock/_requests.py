@@ -6,7 +6,7 @@ Requests are rows, so they are obeyed however late they are read, and once: each
 
 from pgleaderlock._board import Board
 from pgleaderlock._releases import Ended, Releases
-from pgleaderlock.ledger import Beat, Request
+from pgleaderlock.ledger import Beat, Request, Settled
 from pgleaderlock.models import LockState
 
 __all__ = ["Requests"]
@@ -23,6 +23,8 @@ class Requests:
         self.to_tell: bool | None = None
         """What its application has decided, and the ledger has not heard yet."""
         self._drains: dict[int, Ended] = {}
+        """Those that the ledger has open. Each is obeyed once, however often it is read."""
+        self._unanswered: set[int] = set()
 
     # --- By its application
 
@@ -48,9 +50,11 @@ class Requests:
         """Begin what the last heartbeat has told us of."""
         if beat.draining is not None and self.to_tell is None and beat.draining != self.draining:
             self._set(draining=beat.draining)
+        settled, still_open = [], {request.request_id for request in beat.requests}
+        self._drains = {request_id: ended for request_id, ended in self._drains.items() if request_id in still_open}
         for request in beat.requests:
             if request.kind == "step_down":
-                await self._step_down(request)
+                settled += self._step_down(request)
             elif request.kind == "drain":
                 if request.request_id not in self._drains:
                     self._obey(draining=True, recorded=beat.draining)
@@ -58,11 +62,15 @@ class Requests:
                     self._drains[request.request_id] = self._releases.tell_when_free(roles)
             elif request.kind == "resume":
                 self._obey(draining=False, recorded=beat.draining)
-                await self._board.there().settle_request(request.request_id)
+                settled.append((request.request_id, "done", None))
+        # Until nobody has it open: an answer does not count while another session of this node is still at it.
+        self._unanswered = set(self._drains)
+        await self._board.there().settle_requests(settled)
 
     async def finish(self) -> None:
         """Write down the drains that have ended."""
-        for request_id, ended in list(self._drains.items()):
+        for request_id in list(self._unanswered):
+            ended = self._drains[request_id]
             if not self.draining:
                 await self._board.there().settle_request(request_id, "refused", "resumed before it had ended")
             elif ended.done():
@@ -70,24 +78,22 @@ class Requests:
                 await self._board.there().settle_request(request_id, "done", detail)
             else:
                 continue
-            del self._drains[request_id]
+            self._unanswered.discard(request_id)
 
-    async def _step_down(self, request: Request) -> None:
-        role = self._board.roles.get(request.role or "")
+    def _step_down(self, request: Request) -> list[Settled]:
+        """Begin it; or answer what became of it already."""
+        role, to = self._board.roles.get(request.role or ""), request.to_node_id
         if role is None or role.driver.state is not LockState.LEADER:
-            return
+            return []
         if any(known.request_id == request.request_id for known in role.requests):
-            return
-        settle = self._board.there().settle_request
-        if request.to_node_id == self._board.identity.node_id:
-            await settle(request.request_id, "done", f"{request.to_node_id} leads it already")
-        elif request.to_node_id is not None and not request.to_is_live:
-            await settle(
-                request.request_id, "refused", f"{request.to_node_id} is no live candidate: nothing was given up"
-            )
-        else:
-            role.requests.append(request)
-            role.release_asked = True
+            return []
+        if to == self._board.identity.node_id:
+            return [(request.request_id, "done", f"{to} leads it already")]
+        if to is not None and not request.to_is_live:
+            return [(request.request_id, "refused", f"{to} is no live candidate: nothing was given up")]
+        role.requests.append(request)
+        role.release_asked = True
+        return []
 
     def _obey(self, *, draining: bool, recorded: bool | None) -> None:
         """The record says so already, unless the request was for an earlier session of ours: then it has to be told."""
@@ -101,3 +107,5 @@ class Requests:
                 role.drain()
             else:
                 role.drained = False
+        if not draining:
+            self._releases.resumed(self._board.roles.values())

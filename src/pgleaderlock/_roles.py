@@ -17,6 +17,9 @@ from pgleaderlock.models import LockState
 
 __all__ = ["LeaderInfo", "Role", "is_failover", "opens_at"]
 
+# Asked of each of a thousand roles several times a tick.
+IN_TERM = (LockState.LEADER, LockState.RELEASING)
+
 
 @dataclass(frozen=True, slots=True)
 class LeaderInfo:
@@ -78,7 +81,7 @@ class Role:
     @property
     def in_term(self) -> bool:
         """Leading by the ledger: the term has begun and has not ended."""
-        return self.driver.state in (LockState.LEADER, LockState.RELEASING)
+        return self.driver.state in IN_TERM
 
     def wanted(self, now: float) -> bool:
         """Is it competed for?"""
@@ -104,6 +107,8 @@ class Role:
 
     def saw(self, look: Look, at: float, history: History) -> None:
         """Remember who holds the role; `at` is the clock after the reply that showed it."""
+        if look is self.look:
+            return  # nothing is new, and the clock of the first sight counts
         self.look = look
         if look.session_id is None or look.beat is None:
             return

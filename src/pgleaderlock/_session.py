@@ -19,11 +19,11 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, overload
 
 import psycopg
 from psycopg import pq
-from psycopg.rows import dict_row
+from psycopg.rows import BaseRowFactory, dict_row
 
 from pgleaderlock._conninfo import (
     CONNECT_TIMEOUT_S,
@@ -46,6 +46,8 @@ from pgleaderlock.errors import (
 from pgleaderlock.keys import KeyPair, key_params
 
 __all__ = ["DedicatedSession", "Session", "SessionIdentity"]
+
+Row = TypeVar("Row")
 
 VERSION_MIN = 140000
 SEVER_TIMEOUT_S = 1.0
@@ -114,7 +116,7 @@ class DedicatedSession:
         self._backend_pid = connection.pgconn.backend_pid
         self._loss: asyncio.Future[ConnectionError] = asyncio.get_running_loop().create_future()
         self._last_fatal: str | None = None
-        self._running: asyncio.Future[list[dict[str, Any]]] | None = None
+        self._running: asyncio.Future[list[Any]] | None = None
         self._deadlock_timeout_s = 1.0
         self._watched_fd = os.dup(connection.pgconn.socket)
         self.identity: SessionIdentity | None = None
@@ -292,14 +294,29 @@ class DedicatedSession:
         rows = await self.rows(name, **params)
         return rows[0] if rows else {}
 
-    async def rows(self, name: str, **params: object) -> list[dict[str, Any]]:
+    @overload
+    async def rows(self, name: str, /, **params: object) -> list[dict[str, Any]]: ...
+
+    @overload
+    async def rows(self, name: str, row_factory: BaseRowFactory[Row], /, **params: object) -> list[Row]: ...
+
+    async def rows(self, name: str, row_factory: Any = dict_row, /, **params: object) -> list[Any]:
         """One named statement, one simple-query message; anything but its rows ends the session."""
+        return await self._rows(name, params, row_factory)
+
+    async def rows_or_none(self, name: str, **params: object) -> list[dict[str, Any]]:
+        """The same for what nobody needs: the server's own refusal is an answer too, and there are no rows then."""
+        return await self._rows(name, params, dict_row, may_fail=True)
+
+    async def _rows(
+        self, name: str, params: Mapping[str, object], row_factory: Any, *, may_fail: bool = False
+    ) -> list[Any]:
         self._unwatch()
         self.warnings.clear()
         if self._loss.done():
             raise self._loss.result()
         timeout_s = self._settings.statement_timeout_s
-        inner = self._running = asyncio.ensure_future(self._execute(name, params))
+        inner = self._running = asyncio.ensure_future(self._execute(name, params, row_factory))
         inner.add_done_callback(_retrieve)
         try:
             done, _ = await asyncio.wait([inner], timeout=timeout_s)
@@ -310,6 +327,9 @@ class DedicatedSession:
         except ConnectionError:
             raise
         except Exception as error:
+            if may_fail and self._is_answer(error):
+                self._watch()
+                return []
             await self.close()
             raise self._lose(self._statement_error(name, error)) from safe_cause(error, self._params)
         except BaseException:
@@ -321,14 +341,20 @@ class DedicatedSession:
         self._watch()
         return rows
 
-    async def _execute(self, name: str, params: Mapping[str, object]) -> list[dict[str, Any]]:
-        cursor = self._connection.cursor()
+    def _is_answer(self, error: Exception) -> bool:
+        """The server has said no, and is ready for the next statement."""
+        pgconn = self._connection.pgconn
+        refused = isinstance(error, psycopg.Error) and error.sqlstate is not None
+        return refused and pgconn.status == pq.ConnStatus.OK and pgconn.transaction_status == pq.TransactionStatus.IDLE
+
+    async def _execute(self, name: str, params: Mapping[str, object], row_factory: Any) -> list[Any]:
+        cursor = self._connection.cursor(row_factory=row_factory)
         await cursor.execute(statement(name), params)
         while cursor.nextset():
             pass
         return await cursor.fetchall()
 
-    async def _abandon(self, inner: "asyncio.Future[list[dict[str, Any]]]") -> None:
+    async def _abandon(self, inner: "asyncio.Future[list[Any]]") -> None:
         _sever(self._connection)
         if not inner.done():
             await asyncio.wait([inner], timeout=SEVER_TIMEOUT_S)

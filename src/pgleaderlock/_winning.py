@@ -20,6 +20,8 @@ NEVER = float("inf")
 # A fence that is held by a stuck writer may hold one bump up this long, and all of them together not much longer.
 BUSY_WAIT_MS = 100
 BUSY_ROLES_A_TICK = 2
+# Whose key is somebody else's tries again now and then: the other one may be gone.
+COLLISION_RETRY_S = 60.0
 
 
 class Winning:
@@ -41,8 +43,9 @@ class Winning:
     def wanted(self) -> list[Role]:
         """What this node competes for now."""
         now = self._clock.now()
-        followed = [role for role in self._board.roles.values() if not role.holds_lock]
-        return [role for role in followed if self._settings.candidate and role.wanted(now)]
+        if not self._settings.candidate:
+            return []
+        return [role for role in self._board.roles.values() if not role.holds_lock and role.wanted(now)]
 
     async def try_locks(self) -> float:
         """One statement for all of them; answers when the next one is due."""
@@ -71,7 +74,7 @@ class Winning:
             if role.name in trying and not look.granted:
                 self._board.observers.tell("attempted", role.name, "held")
         self._board.trying = [role for role in self._board.trying if role.holds_lock]
-        due_at = min(due_at, self._balancing.saw(self.wanted(), seen_at))
+        due_at = min(due_at, self._balancing.saw(self.wanted, seen_at))
         if self._settings.standby_wait_s > 0:
             due_at = await self._wait_at_the_server(ledger, due_at)
         if self._settings.evict_stale:
@@ -139,9 +142,12 @@ class Winning:
                 case "collision":
                     await self._board.there().unlock({role.name: role.keys})
                     role.holds_lock = False
-                    role.not_before = NEVER
+                    role.not_before = self._clock.now() + COLLISION_RETRY_S
                     self._failed(
-                        LockError(f"the key of role {role.name!r} belongs to another role of this database: rename it")
+                        LockError(
+                            f"the key of role {role.name!r} belongs to another role of this database, or the role is "
+                            "led under another key: give every node the same one, or rename it"
+                        )
                     )
                 case _:  # the server says that the lock is not ours after all
                     role.holds_lock = False
@@ -155,7 +161,7 @@ class Winning:
         role.term_session_id = self._board.there().session_id
         opening = won_at if self._settings.instant else role.settled_at
         role.settled_told = False
-        role.release_asked = False
+        role.release_asked = role.drained  # though it may be resumed before the next tick: somebody waits for it
         from_other = is_failover(role, bump, own_instance=self._identity.instance, own_node_id=self._identity.node_id)
         role.look = None  # who held it before is no longer who holds it
         role.began_at = won_at

@@ -1,17 +1,17 @@
 """Settings as people write them: a file, the environment and flags become one checked whole.
 
     config = Config.load()                      # ./pgleaderlock.toml, or $PGLEADERLOCK_CONFIG
-    LeaderElection(config.dsn, config.roles, **config.election_options())
+    LeaderElection.from_config(config)
 
 A flag wins over the environment, that over the file, that over the default; each value knows where it came from. All
 mistakes are reported at once, each with its line and its remedy, before anything is opened.
 
-Imports the `_config_*` modules, `_election_settings`, `errors`, psycopg's parser and the standard library. It knows
+Imports the `_config_*` modules, `_conninfo`, psycopg's parser and the standard library. It knows
 nothing of the election that is made of it, and must never show a password.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from pgleaderlock._config_read import (
     from_flags,
     from_variables,
 )
-from pgleaderlock._config_rules import check, role_pair, statement_timeout_s, thresholds
+from pgleaderlock._config_rules import check, gate_under_lease_s, role_pair, statement_timeout_s, thresholds
 from pgleaderlock._config_schema import ELECTION, ROLE, Setting, json_schema
+from pgleaderlock._conninfo import Dsn, resolve
+from pgleaderlock.keys import key_pair
 
 __all__ = [
     "FILE_NAME",
@@ -71,6 +73,7 @@ class Config:
     alerts: tuple[AlertRule, ...]
     warnings: tuple[Problem, ...]
     _startup_options: str = ""
+    _switched_off: tuple[RoleSettings, ...] = ()
 
     @classmethod
     def load(
@@ -78,11 +81,13 @@ class Config:
         path: str | Path | None = None,
         environ: Mapping[str, str] | None = None,
         flags: Mapping[str, object] | None = None,
+        roles: Sequence[str] | None = None,
     ) -> "Config":
         """From the file at `path` (or where `find_file` finds one), the environment and `flags`.
 
         `flags` has the keys of `[cluster.leader_election]`; durations in it may be numbers of seconds, and None means
-        not given. Raises `ConfigFileError`, a `ConfigurationError`, with every mistake that was found.
+        not given. `roles` are those that take part, instead of all of the file that are enabled; their keys are those
+        of the file. Raises `ConfigFileError`, a `ConfigurationError`, with every mistake that was found.
         """
         env = os.environ if environ is None else environ
         found_at = find_file(path, env)
@@ -93,12 +98,16 @@ class Config:
         problems = [*by_flag.problems, *by_variable.problems, *contents.problems]
         values = {setting.key: Value(setting, setting.default) for setting in ELECTION}
         values |= contents.election | by_variable.election | by_flag.election
-        roles = tuple(role for role in _keyed(contents.roles, key, problems).values() if role.enabled.value)
-        problems += check(values, roles, by_flag.broken | by_variable.broken | contents.broken)
+        sections = contents.roles if roles is None else _named(roles, contents.roles, problems)
+        keyed = _keyed(sections, key, problems).values()
+        taking_part = tuple(role for role in keyed if role.enabled.value)
+        problems += check(values, taking_part, by_flag.broken | by_variable.broken | contents.broken)
         if problems:
             # Those of one source in the order of its lines, as whoever corrects them goes through it.
             raise ConfigFileError(sorted(problems, key=lambda problem: problem.line or 0))
-        config = cls(found_at, values, roles, tuple(contents.alerts), (), env.get("PGOPTIONS", ""))
+        names = {role.name for role in taking_part}
+        switched_off = tuple(role for role in contents.roles.values() if role.name not in names)
+        config = cls(found_at, values, taking_part, tuple(contents.alerts), (), env.get("PGOPTIONS", ""), switched_off)
         return replace(config, warnings=tuple(_warnings(config, file)), values=_completed(values))
 
     def __getitem__(self, key: str) -> Any:
@@ -111,21 +120,12 @@ class Config:
     @property
     def dsn(self) -> str:
         """What to connect with: `dsn`, and `lock_timeout` within it. Empty where libpq's own variables decide."""
-        dsn: str = self["dsn"] or ""
-        if (timeout_s := self["lock_timeout"]) is None:
-            return dsn
-        # What the DSN, or else PGOPTIONS, sets itself comes later in the text, and wins.
-        theirs = conninfo_to_dict(dsn).get("options") or self._startup_options
-        options = f"-c lock_timeout={max(1, round(timeout_s * 1000))} {theirs}".strip()
-        return make_conninfo(dsn, options=options)
+        return self._with_lock_timeout(self["dsn"] or "")
 
     @property
     def roles(self) -> tuple[str, ...] | dict[str, int]:
         """As `LeaderElection` takes them: names, or names and 64-bit keys as soon as one role has a key of its own."""
-        if all(role.key.value is None for role in self.role_settings):
-            return tuple(role.name for role in self.role_settings)
-        pairs = {role.name: role_pair(role, self["namespace"]) for role in self.role_settings}
-        return {name: key1 * 2**32 + key2 % 2**32 for name, (key1, key2) in pairs.items()}
+        return self._keyed_in(self["namespace"], [role.name for role in self.role_settings])
 
     def election_options(self) -> dict[str, Any]:
         """The other keywords of `LeaderElection`: what was given, and what follows from it. Defaults stay its own."""
@@ -140,6 +140,51 @@ class Config:
             for option, value in options.items()
         }
 
+    def arguments(self, **options: Any) -> dict[str, Any]:
+        """Every argument of `LeaderElection`, `dsn` and `roles` too. What is given here by its keywords wins.
+
+        What follows from a setting follows from the one that wins: keys from the namespace, G from T. A role that is
+        given by its name alone has the key that the file gives it: another one would not exclude the other nodes.
+        """
+        found: dict[str, Any] = {"dsn": self.dsn, "roles": [role.name for role in self.role_settings]}
+        found |= self.election_options() | options
+        if "dsn" in options:
+            found["dsn"] = self._reached(options["dsn"])
+        if not isinstance(found["roles"], Mapping):
+            names = [found["roles"]] if isinstance(found["roles"], str) else list(found["roles"])
+            found["roles"] = self._keyed_in(found.get("namespace", self["namespace"]), names)
+        lease_s = options.get("session_lease_s")
+        if lease_s is not None and "late_threshold_s" not in options and not self.values["late_threshold"].is_given:
+            found["late_threshold_s"] = gate_under_lease_s(positive_s("session_lease_s", lease_s))
+        return found
+
+    # --- Inside
+
+    def _reached(self, dsn: Dsn) -> Dsn:
+        if isinstance(dsn, str) or self["lock_timeout"] is None:
+            return self._with_lock_timeout(dsn) if isinstance(dsn, str) else dsn
+
+        async def asked_for() -> str:
+            return self._with_lock_timeout(await resolve(dsn))
+
+        return asked_for
+
+    def _with_lock_timeout(self, dsn: str) -> str:
+        if (timeout_s := self["lock_timeout"]) is None:
+            return dsn
+        # What the DSN, or else PGOPTIONS, sets itself comes later in the text, and wins.
+        theirs = conninfo_to_dict(dsn).get("options") or self._startup_options
+        options = f"-c lock_timeout={max(1, round(timeout_s * 1000))} {theirs}".strip()
+        return make_conninfo(dsn, options=options)
+
+    def _keyed_in(self, namespace: str, names: Sequence[str]) -> tuple[str, ...] | dict[str, int]:
+        """These roles, with their keys as soon as one of them has a key of its own."""
+        own = {role.name: role for role in (*self.role_settings, *self._switched_off) if role.key.value is not None}
+        if len(set(names)) < len(names) or not own.keys() & set(names):
+            return tuple(names)  # or one is named twice, which the election refuses
+        pairs = {name: role_pair(own[name], namespace) if name in own else key_pair(name, namespace) for name in names}
+        return {name: key1 * 2**32 + key2 % 2**32 for name, (key1, key2) in pairs.items()}
+
 
 def find_file(path: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Path | None:
     """Which file is meant: `path`, or `$PGLEADERLOCK_CONFIG`, or `pgleaderlock.toml` in this folder if it is there."""
@@ -152,6 +197,19 @@ def find_file(path: str | Path | None = None, environ: Mapping[str, str] | None 
     return here if os.path.lexists(here) else None
 
 
+def _named(names: Sequence[str], known: Mapping[str, RoleSettings], problems: list[Problem]) -> dict[str, RoleSettings]:
+    """The roles that somebody has named: with what the file says of them, and taking part whatever it says."""
+    defaults = {setting.key: Value(setting, setting.default) for setting in ROLE}
+    named: dict[str, RoleSettings] = {}
+    for name in names:
+        origin = Origin("flag", f"role {name!r}")
+        if name in named:
+            problems.append(origin.problem("it is named twice", "name each role once"))
+        key = known[name].key if name in known else defaults["key"]
+        named[name] = RoleSettings(name, origin, key, defaults["enabled"])
+    return named
+
+
 def _keyed(roles: dict[str, RoleSettings], key: Value | None, problems: list[Problem]) -> dict[str, RoleSettings]:
     """The roles, with the key that the environment gives to the only one."""
     if key is None:
@@ -161,8 +219,7 @@ def _keyed(roles: dict[str, RoleSettings], key: Value | None, problems: list[Pro
         problems.append(key.origin.problem(text, "unset it, and write key = … into [roles.NAME]"))
         return roles
     if not roles:
-        by_key = {setting.key: setting for setting in ROLE}
-        enabled = Value(by_key["enabled"], by_key["enabled"].default)
+        enabled = next(Value(setting, setting.default) for setting in ROLE if setting.key == "enabled")
         return {ROLE_OF_THE_ENVIRONMENT: RoleSettings(ROLE_OF_THE_ENVIRONMENT, key.origin, key, enabled)}
     return {name: replace(role, key=key) for name, role in roles.items()}
 

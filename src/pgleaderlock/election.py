@@ -8,20 +8,22 @@ What it does: at most one gate a role is open at any time, while the database ha
 hosts differ by less than the smallest T/G in use; no fenced write of an older epoch commits after a newer one began;
 epochs strictly increase and are never reused.
 
-Imports `_election_run`, `_election_setup`, `gate` and what they stand on.
+Imports `_election_run`, `_election_setup`, `config`, `gate` and what they stand on.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from pgleaderlock._conninfo import Dsn
+from pgleaderlock._conninfo import Dsn, libpq_knows_where
 from pgleaderlock._election_run import FORCED_END_S, ElectionRun
 from pgleaderlock._election_settings import Timing, checked_node_id, from_environment, role_keys
 from pgleaderlock._election_setup import DEFAULT_CHANNEL, Setup, Takeover
 from pgleaderlock._engine import Engine
 from pgleaderlock._releases import Ended
 from pgleaderlock._roles import LeaderInfo, Role
+from pgleaderlock.config import Config
 from pgleaderlock.errors import ConfigurationError, LockError, NotLeader, SchemaError, ShutdownError
 from pgleaderlock.gate import LeaderGate
 from pgleaderlock.keys import DEFAULT_NAMESPACE
@@ -101,6 +103,28 @@ class LeaderElection(ElectionRun):
             raise ConfigurationError("PG_CONN_STRING is not set: set it, or pass dsn=…")
         return cls(dsn or "", {role: key} if key is not None else role, **settings)
 
+    @classmethod
+    def from_config(cls, config: Config | str | Path | None = None, **options: Any) -> Self:
+        """An election of every role of a configuration: one that was loaded, a file, or the one that `Config` finds.
+
+        What is given as a keyword wins, `dsn` and `roles` too. Raises `ConfigFileError` with every mistake of the file.
+        """
+        roles = options.get("roles")
+        if isinstance(roles, Iterable) and not isinstance(roles, Mapping):
+            options["roles"] = roles = [roles] if isinstance(roles, str) else list(roles)
+        found = config if isinstance(config, Config) else Config.load(config, roles=None if roles is None else [*roles])
+        settings = found.arguments(**options)
+        dsn, roles = settings.pop("dsn"), settings.pop("roles")
+        if not roles:
+            raise ConfigurationError("the configuration has no role: add a section [roles.NAME], or pass roles=…")
+        needed = settings.get("enabled", True) and not settings.get("standalone", False)
+        if needed and not (options.get("dsn") or found["dsn"] or libpq_knows_where()):
+            raise ConfigurationError(
+                "the configuration does not say which database: add dsn to [cluster.leader_election], set "
+                "PG_CONN_STRING, or pass dsn=…"
+            )
+        return cls(dsn, roles, **settings)
+
     # --- Lifecycle
 
     async def start(self) -> None:
@@ -161,9 +185,10 @@ class LeaderElection(ElectionRun):
         if self._setup.standalone and found.driver.state is LockState.LEADER:
             await self._give_up_alone([found], timeout_s)
             return
-        if self._engine is None or found.driver.state not in (LockState.LEADER, LockState.RELEASING):
-            return
         token = found.gate.token
+        # By the token too: with a heartbeat thread, the gate is open a moment before the state says so.
+        if self._engine is None or (token is None and not found.in_term):
+            return
         self._engine.ask_release(role)
         if self._inside():
             return

@@ -4,19 +4,21 @@ One object a session: it is made when the session is opened and never outlives i
 epoch, at the server. A WARNING on a write means that its fate is unknown (a wait for a synchronous standby that was
 cancelled is only a warning), and then the session ends: nobody leads on a maybe.
 
-Imports `_session`, `migrate` for the version, `keys`, `errors` and the standard library. Knows no states and no time.
+Imports `_session`, `migrate` for the version, `keys`, `errors` and psycopg's rows. Knows no states and no time.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from psycopg.rows import tuple_row
+
 from pgleaderlock._session import DedicatedSession
 from pgleaderlock.errors import ConnectionError
 from pgleaderlock.keys import KeyPair
 from pgleaderlock.migrate import check_schema
 
-__all__ = ["Beat", "Bump", "Identity", "Ledger", "Look", "Member", "Request"]
+__all__ = ["Beat", "Bump", "Identity", "Ledger", "Look", "Member", "Request", "Settled"]
 
 EVICTION_WAIT_MS = 500
 # Since which version the ledger knows requests with outcomes, drained nodes, reservations and retention.
@@ -25,10 +27,13 @@ OPERATIONS = 3
 HOLD_S = 2.0
 # How long a move of the balance keeps others from beginning one.
 MOVE_S = 30.0
+NO_HOLDER = dict.fromkeys(("beat", "holder_identity", "node_id", "lease_s", "backend_pid", "backend_start"))
 # A few milliseconds' worth of rows: this is asked between two heartbeats.
 PRUNE_STEP = 200
 
 History = tuple[int, int]
+Settled = tuple[int, str, str | None]
+"""A request, its outcome, and what there is to say about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +130,10 @@ class Ledger:
         self._channel = channel
         self.session_id = 0
         self.history: History = (0, 0)
+        self._tried: list[tuple[str, KeyPair]] = []
+        self._tried_columns: dict[str, object] = {}
+        self._looks: dict[str, tuple[tuple[Any, ...], Look]] = {}
+        self._holders: dict[int | None, dict[str, Any]] = {}
         self.has_operations = False
         """Whether the ledger is new enough for requests with outcomes, drained nodes, reservations and retention."""
 
@@ -176,32 +185,36 @@ class Ledger:
         name = "ledger_try_and_look"
         if self.has_operations:
             name = "ledger_try_and_look_closely" if look_closely else "ledger_try_and_look_3"
-        rows = await self._rows(
+        tried = [*roles.items()]
+        if tried != self._tried:
+            self._tried, self._tried_columns = tried, _columns(roles)
+        rows = await self.session.rows(
             name,
+            tuple_row,
             **({"node_id": self._identity.node_id, "hold_s": HOLD_S} if self.has_operations else {}),
             namespace=self._identity.namespace,
-            **_columns(roles),
+            **self._tried_columns,
             wanted="{" + ",".join(["t" if wanted[role] else "f" for role in roles]) + "}",
         )
-        return [
-            Look(
-                role=row["role"],
-                granted=row["granted"],
-                epoch=row["epoch"],
-                session_id=row["session_id"],
-                beat=row["beat"],
-                ended=row["ended"] is not False,
-                holder_identity=row["holder_identity"],
-                node_id=row["node_id"],
-                lease_s=row["lease_s"],
-                backend_pid=row["backend_pid"],
-                backend_start=row["backend_start"],
-                reserved=row.get("reserved", False),
-                for_us=row.get("for_us", False),
-                gone=bool(row.get("gone")),
-            )
-            for row in rows
-        ]
+        return self._put_together(rows)
+
+    def _put_together(self, rows: Sequence[tuple[Any, ...]]) -> list[Look]:
+        """Roles and their holders. Most of a thousand are what they were half a second ago: those looks serve again."""
+        holders: dict[int | None, dict[str, Any]] = {row[0]: row[4] for row in rows if row[1] is None}
+        same = {session_id for session_id, holder in holders.items() if holder == self._holders.get(session_id)}
+        same.add(None)  # nobody has ever led it
+        known, looks = self._looks, []
+        self._looks, self._holders = {}, holders
+        for row in rows:
+            if (role := row[1]) is None:
+                continue
+            before = known.get(role)
+            if before is None or before[0] != row or row[0] not in same:
+                # A record that is not there any more: it ended long ago, and was cleaned up.
+                before = (row, _look(row, holders.get(row[0], NO_HOLDER)))
+            self._looks[role] = before
+            looks.append(before[1])
+        return looks
 
     async def bump(self, roles: Mapping[str, KeyPair], *, wait_ms: int = 0) -> list[Bump]:
         """Begin terms for roles whose locks an earlier statement has taken."""
@@ -270,6 +283,20 @@ class Ledger:
         else:
             await self._write("ledger_finish_request", session_id=self.session_id, request_id=request_id)
 
+    async def settle_requests(self, settled: Sequence[Settled]) -> None:
+        """Many at once, in one statement: a heartbeat waits behind it."""
+        if self.has_operations and settled:
+            await self._write(
+                "ledger_settle_requests",
+                session_id=self.session_id,
+                request_ids=[request_id for request_id, _, _ in settled],
+                outcomes=[outcome for _, outcome, _ in settled],
+                details=[detail for _, _, detail in settled],
+            )
+        elif settled:
+            for request_id, _, _ in settled:
+                await self.settle_request(request_id)
+
     async def reserve(self, request_ids: Sequence[int]) -> None:
         """What these asked for is about to be free: the nodes that they name go first."""
         await self._write("ledger_reserve", session_id=self.session_id, request_ids=list(request_ids))
@@ -302,8 +329,11 @@ class Ledger:
 
     async def prune(self, keep_s: float) -> bool:
         """Delete a little of what is too old; True if there may be more."""
-        (row,) = await self._rows("ledger_prune", namespace=self._identity.namespace, keep_s=keep_s, step=PRUNE_STEP)
-        return bool(row["pruned"] >= PRUNE_STEP)
+        # An old row is worth no term: what the server refuses here (a timeout, a missing grant) costs nothing.
+        rows = await self.session.rows_or_none(
+            "ledger_prune", namespace=self._identity.namespace, keep_s=keep_s, step=PRUNE_STEP
+        )
+        return bool(rows and rows[0]["pruned"] >= PRUNE_STEP)
 
     async def close(self) -> None:
         """Say goodbye: the record ends with the session, and not at some later look."""
@@ -319,6 +349,20 @@ class Ledger:
             await self.session.close()
             raise ConnectionError(f"the server warned while writing, so the outcome is unknown: {warning}")
         return rows
+
+
+def _look(row: tuple[Any, ...], holder: Mapping[str, Any]) -> Look:
+    session_id, role, marks, epoch, _ = row
+    return Look(
+        role=role,
+        granted=bool(marks & 1),
+        epoch=epoch,
+        session_id=session_id,
+        ended=bool(marks & 2),
+        reserved=bool(marks & 4),
+        for_us=bool(marks & 8),
+        **holder,
+    )
 
 
 def _columns(roles: Mapping[str, KeyPair]) -> dict[str, object]:

@@ -7,6 +7,9 @@
         board.tell("leaders", {"now_ms": …, "leaders": […]})     # to every open stream
         board.cut()                                              # the server is gone; board.come_back()
 
+A stream begins as a real one does, with all leaders and nodes; `muted`, it says nothing at all. `failing` paths are
+answered 503, and to whoever is `signed_out` everything 401.
+
 Only what the pages ask is there, in the words of `dashboard/wire.py`, whose types the answers must fit. The pages are
 the real ones, with the real Content-Security-Policy. Imports `pgleaderlock.dashboard` and `_http`.
 """
@@ -17,7 +20,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import parse_qsl, unquote
+from urllib.parse import parse_qsl
 
 import msgspec
 
@@ -114,7 +117,12 @@ class StandIn:
         self.locks: list[Row] = []
         self.asked: list[str] = []
         """The paths that were asked for, with their queries."""
+        self.resumed: list[str] = []
+        """What each stream gave as its last event."""
+        self.failing: tuple[str, ...] = ()
+        self.muted = False
         self.signed_in = False
+        self.signed_out = False
         self._streams: set[asyncio.Queue[bytes | None]] = set()
         self._background = Background()
         self._server: HttpServer | None = None
@@ -153,7 +161,7 @@ class StandIn:
 
     def tell(self, kind: str, data: Any, number: int | None = None) -> None:
         head = "" if number is None else f"id: {number}\n"
-        message = f"{head}event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
+        message = f"{head}event: {kind}\n".encode() + _data_line(data)
 
         async def push() -> None:
             for stream in self._streams:
@@ -171,9 +179,16 @@ class StandIn:
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, query = scope["path"], dict(parse_qsl(scope["query_string"].decode()))
         self.asked.append(f"{path}?{scope['query_string'].decode()}")
-        accept = dict(scope["headers"]).get(b"accept", b"")
-        if path == "/v1/events" and b"text/event-stream" in accept:
+        headers = dict(scope["headers"])
+        if path.startswith("/v1/") and self.signed_out:
+            await send_answer(send, Answer(401, b'{"error": "a token is needed"}'), None)
+            return
+        if path == "/v1/events" and b"text/event-stream" in headers.get(b"accept", b""):
+            self.resumed.append(headers.get(b"last-event-id", b"").decode())
             await self._stream(receive, send)
+            return
+        if self.failing and path.startswith(self.failing):
+            await send_answer(send, Answer(503, b'{"error": "the database of the ledger is away"}'), None)
             return
         await send_answer(send, self._answer(path, query), None)
 
@@ -182,9 +197,12 @@ class StandIn:
         if path.removeprefix("/static/") in pages.static_files():
             content_type, body = pages.static_files()[path.removeprefix("/static/")]
             return Answer(200, body, policy, content_type)
+        if path == "/sign-in":
+            body = pages.render("sign-in", {}, signed_in=False, locks=True, leaders=True)
+            return Answer(200, body, policy, b"text/html; charset=utf-8")
         if path in _PAGES:
             name = _PAGES[path]
-            inside = f"/v1/leaders/{query['role']}/terms" if path == "/history" and "role" in query else f"/v1/{name}"
+            inside = "/v1/leaders/terms" if path == "/history" and "role" in query else f"/v1/{name}"
             data = self._data("/v1/leaders" if inside == "/v1/history" else inside, query) or {}
             body = pages.render(name, {**data, "query": query}, signed_in=self.signed_in, locks=True, leaders=True)
             return Answer(200, body, policy, b"text/html; charset=utf-8")
@@ -198,16 +216,17 @@ class StandIn:
             case ["leaders"]:
                 rows = [row for row in self.leaders if row["role"].startswith(query.get("prefix", ""))]
                 return self._page(wire.LeadersReply, "leaders", rows, "role", query)
-            case ["leaders", role, "terms"]:
-                if unquote(role) not in self.terms:
+            case ["leaders", "terms"]:
+                role = query["role"]
+                if role not in self.terms:
                     return None
                 began, ended = int(query.get("from_ms", 0)), int(query.get("to_ms", 2**53))
                 rows = [
                     row
-                    for row in self.terms[unquote(role)]
+                    for row in self.terms[role]
                     if row["began_ms"] <= ended and (row["ended_ms"] is None or row["ended_ms"] >= began)
                 ]
-                return self._page(wire.TermsReply, "terms", rows, "epoch", query, role=unquote(role))
+                return self._page(wire.TermsReply, "terms", rows, "epoch", query, role=role)
             case ["events"]:
                 rows = [
                     row
@@ -219,7 +238,7 @@ class StandIn:
                 return self._page(wire.NodesReply, "nodes", self.nodes, "session_id", query)
             case ["locks"]:
                 rows = [row for row in self.locks if row["lock_name"].startswith(query.get("prefix", ""))]
-                return self._page(None, "locks", rows, "lock_name", query)
+                return self._page(None, "locks", rows, "lock_name", query, now_ms=now_ms())
         return None
 
     def _page(self, kind: Any, name: str, rows: list[Row], key: str, query: Mapping[str, str], **more: Any) -> Row:
@@ -235,25 +254,35 @@ class StandIn:
             msgspec.convert(reply, kind)  # what the real API could not answer is no test of a page
         return reply
 
+    def _everything(self) -> bytes:
+        if self.muted:
+            return b""
+        leaders = _data_line({"now_ms": now_ms(), "leaders": self.leaders})
+        return b"event: leaders\n" + leaders + b"event: nodes\n" + _data_line({"now_ms": now_ms(), "nodes": self.nodes})
+
     async def _stream(self, receive: Receive, send: Send) -> None:
         news: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._streams.add(news)
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        chunk: bytes | None = b": hello\n\n"
+        chunk: bytes | None = self._everything()
         leaving = asyncio.ensure_future(_gone(receive))
         try:
             while chunk is not None and not leaving.done():
                 message: Message = {"type": "http.response.body", "body": chunk, "more_body": True}
                 await send(message)
                 with contextlib.suppress(TimeoutError):
-                    chunk = b": ping\n\n"
+                    chunk = b"" if self.muted else b": ping\n\n"
                     async with asyncio.timeout(PING_S):
                         chunk = await news.get()
             await send({"type": "http.response.body", "body": b""})
         finally:
             self._streams.discard(news)
             leaving.cancel()
+
+
+def _data_line(data: Any) -> bytes:
+    return f"data: {json.dumps(data)}\n\n".encode()
 
 
 async def _gone(receive: Receive) -> None:

@@ -175,7 +175,11 @@ class Stream:
 @contextlib.contextmanager
 def opened(server: LockServerProcess, query: str = "", **headers: str) -> Iterator[Stream]:
     """Opens a stream in HTTP/1.0, which has no chunks in it."""
-    shown = {"Host": "localhost", "Accept": "text/event-stream", **{k.replace("_", "-"): v for k, v in headers.items()}}
+    shown = {
+        "Host": f"localhost:{server.port}",
+        "Accept": "text/event-stream",
+        **{k.replace("_", "-"): v for k, v in headers.items()},
+    }
     head = "".join(f"{name}: {value}\r\n" for name, value in shown.items())
     with socket.create_connection((server.host, server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(f"GET /v1/events{query} HTTP/1.0\r\n{head}\r\n".encode())

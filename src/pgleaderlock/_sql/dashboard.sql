@@ -4,7 +4,8 @@
 
 -- name: dashboard_leaders
 -- One page of roles by name. The last term of each and the one before are two steps in the index of terms; events are asked
--- once, for the few releases of the last minutes that were not clean: after those a successor waits, too.
+-- twice: for the few releases of the last minutes that were not clean, after which a successor waits, too; and for the
+-- drains of single roles that began within the last hour. A drain of a whole node is in its session.
 WITH page AS MATERIALIZED (
     SELECT l.namespace, l.role, l.epoch, l.session_id, l.ended, l.wait_t
     FROM pgleaderlock.leaders l
@@ -15,10 +16,16 @@ WITH page AS MATERIALIZED (
     SELECT e.role, e.epoch FROM pgleaderlock.events e
     WHERE e.at > now() - (SELECT least(max(p.wait_t), 3600) FROM page p) * interval '1 second'
       AND e.namespace = %(namespace)s AND e.kind = 'released' AND e.detail = 'not clean'
+), drains AS MATERIALIZED (
+    SELECT e.role, e.node_id, max(e.at) AS at FROM pgleaderlock.events e
+    WHERE e.at > now() - interval '1 hour' AND e.namespace = %(namespace)s AND e.kind = 'drain_began'
+    GROUP BY e.role, e.node_id
 )
 SELECT l.namespace, l.role, l.epoch, l.wait_t,
        (extract(epoch FROM now()) * 1000)::bigint AS now_ms,
        s.node_id, s.gate_s, s.lease_s,
+       coalesce((to_jsonb(s) ->> 'draining')::boolean, false)
+           OR EXISTS (SELECT FROM drains d WHERE d.role = l.role AND d.node_id = s.node_id AND d.at >= t.began_at) AS draining,
        extract(epoch FROM now() - s.last_heartbeat)::float8 AS heartbeat_age_s,
        extract(epoch FROM now() - s.started_at)::float8 AS session_age_s,
        (extract(epoch FROM t.began_at) * 1000)::bigint AS began_ms,

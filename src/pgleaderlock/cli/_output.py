@@ -1,7 +1,7 @@
 """What all commands share: exit codes, options, durations and consoles.
 
-Imports click, rich (inside, because `--help` needs none), `config`, `errors` and `keys`. Nothing here may print a
-DSN: it may hold a password, and what is printed ends up in logs and terminals.
+Imports click, rich (inside, because `--help` needs none), `config`, `_conninfo`, `errors` and `keys`. Nothing here may
+print a DSN: it may hold a password, and what is printed ends up in logs and terminals.
 """
 
 import os
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pgleaderlock._conninfo import LIBPQ_VARIABLES, libpq_knows_where
 from pgleaderlock.config import parse_duration_s
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.keys import DEFAULT_NAMESPACE, check_key_pair, key_pair
@@ -35,6 +36,7 @@ __all__ = [
     "LockKey",
     "dsn_option",
     "exit_code_for_signal",
+    "lock_key_of",
     "lock_options",
     "optional_dsn_option",
     "resolve_dsn",
@@ -48,9 +50,6 @@ EXIT_NO = 1
 EXIT_USAGE = 2
 EXIT_NOT_WON = 75
 EXIT_LOST = 76
-
-# With any of these libpq knows where to go; user, password and the rest only refine it.
-LIBPQ_VARIABLES = ("PGHOST", "PGHOSTADDR", "PGSERVICE", "PGDATABASE")
 
 _NO_DSN = (
     "no database given: use --dsn postgresql://user@host/dbname, or set PG_DSN, or libpq's variables "
@@ -103,7 +102,7 @@ def resolve_dsn(given: str | None, environ: Mapping[str, str] = os.environ) -> s
         if not stripped:
             raise click.UsageError("--dsn (or PG_DSN) is empty; " + _NO_DSN)
         return stripped
-    if any(environ.get(name) for name in LIBPQ_VARIABLES):
+    if libpq_knows_where(environ):
         return ""
     raise click.UsageError(_NO_DSN)
 
@@ -179,12 +178,13 @@ def _collect(ctx: click.Context, _param: click.Parameter, key2: int | None) -> L
         return None
     name, namespace, key1 = (ctx.meta.get(f"{__name__}.{option}") for option in ("name", "namespace", "key1"))
     try:
-        return _lock_key(name, namespace, key1, key2)
+        return lock_key_of(name, namespace, key1, key2)
     except ConfigurationError as error:
         raise click.UsageError(str(error)) from error
 
 
-def _lock_key(name: str | None, namespace: str | None, key1: int | None, key2: int | None) -> LockKey:
+def lock_key_of(name: str | None, namespace: str | None, key1: int | None, key2: int | None) -> LockKey:
+    """The lock that these options mean, or a usage error."""
     if name is not None:
         if key1 is not None or key2 is not None:
             raise click.UsageError("--name and --key1/--key2 exclude each other: give one or the other")

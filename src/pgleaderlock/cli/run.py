@@ -10,18 +10,20 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
 import click
 
 from pgleaderlock._logging import StructuredLogger, get_logger
-from pgleaderlock.cli._fenced import check_fenced, fenced_options, given, make_election
+from pgleaderlock.cli._contender import Contender, contender_options
+from pgleaderlock.cli._fenced import check_fenced, fenced_config, fenced_options, lock_key_of_role, make_election
+from pgleaderlock.cli._fenced_run import FencedElection
 from pgleaderlock.cli._logging import LEVELS, configure
 from pgleaderlock.cli._output import (
     DURATION,
     EXIT_LOST,
     EXIT_OK,
     LockKey,
-    lock_options,
     optional_dsn_option,
     resolve_dsn,
 )
@@ -31,7 +33,7 @@ from pgleaderlock.cli._signals import Stopper
 from pgleaderlock.cli._timing import POSITIVE, allow_pooler_option, in_option_words, make_lock, timing_options
 from pgleaderlock.election import LeaderElection
 from pgleaderlock.embedded import EmbeddedPostgres
-from pgleaderlock.errors import ConfigurationError, NotLeader, PgLeaderLockError
+from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 from pgleaderlock.lock import LeaderLock
 from pgleaderlock.migrate import migrate
 from pgleaderlock.retry import ExponentialBackoff
@@ -41,9 +43,14 @@ __all__ = ["run"]
 
 @click.command(short_help="Take part in an election and log what happens.")
 @optional_dsn_option
-@lock_options
+@contender_options(several=True)
 @timing_options
 @fenced_options
+@click.option(
+    "--balance/--no-balance",
+    default=None,
+    help="With --fenced: share the roles out between the nodes that balance.  [default: no]",
+)
 @click.option("--retry-base", type=DURATION, default=1.0, help="The first delay between two tries.  [default: 1s]")
 @click.option("--retry-max", type=DURATION, default=30.0, help="The longest delay; each doubles.  [default: 30s]")
 @click.option(
@@ -72,12 +79,14 @@ def run(
     ctx: click.Context,
     *,
     dsn: str | None,
-    lock_key: LockKey,
+    contender: Contender,
     health_interval: float,
     health_timeout: float | None,
     session_lease: float | None,
     fenced: bool,
     late_threshold: float | None,
+    node_id: str | None,
+    balance: bool | None,
     retry_base: float,
     retry_max: float,
     reconnect_grace: float | None,
@@ -97,28 +106,27 @@ def run(
     The server being away is logged and retried. What only a person can change (a wrong password, no such database, a
     pooler in between) ends the command with exit code 2 if it happens before the first try.
 
-    With --fenced, the epoch of each term and every opening and shutting of the gate are logged as well.
+    With --fenced, the epoch of each term and every opening and shutting of the gate are logged as well; and a
+    configuration counts (--config): without --name, all its roles are competed for on one session. A flag wins over the
+    environment, that over the file. A signal drains everything, then ends.
     """
     configure(log_level, json=log_format == "json")
-    check_fenced(ctx, lock_key, fenced=fenced)
+    check_fenced(ctx, contender, fenced=fenced)
     check_probes(ctx, fenced=fenced, port=metrics_port)
-    with Stopper() as stopper, contextlib.ExitStack() as at_end:
+    with Stopper() as stopper, contextlib.ExitStack() as at_end, _on_this_machine():
         server = _embedded_server(ctx) if embedded else None
-        where = (lambda: server.dsn) if server is not None else _resolved(dsn)
         # Everything is checked before a server is started for it.
-        contender: LeaderLock | LeaderElection
+        competition: LeaderLock | LeaderElection
+        lock_key: LockKey | None
         if fenced:
-            contender = make_election(
-                where,
-                lock_key,
-                interval_s=health_interval if given(ctx, "health_interval") else None,
-                late_threshold_s=late_threshold,
-                session_lease_s=session_lease,
-                standby_wait_s=standby_wait,
-                allow_pooler=allow_pooler,
-            )
+            own = {"late_threshold": late_threshold, "node_id": node_id, "balance": balance}
+            config = fenced_config(ctx, contender, embedded=embedded, **own)
+            competition = make_election(config, None if server is None else lambda: server.dsn)
+            lock_key = lock_key_of_role(config) if len(competition.roles) == 1 else None
         else:
-            contender = make_lock(
+            lock_key = contender.lock_key()
+            where = (lambda: server.dsn) if server is not None else resolve_dsn(contender.plain_dsn(dsn))
+            competition = make_lock(
                 where,
                 lock_key,
                 retry_strategy=_strategy(retry_base, retry_max),
@@ -130,19 +138,27 @@ def run(
                 auto_reacquire=not no_auto_reacquire,
                 allow_pooler=allow_pooler,
             )
-        log = get_logger("pgleaderlock.run").bind(lock=lock_key)
+        log = get_logger("pgleaderlock.run")
+        log = log if lock_key is None else log.bind(lock=lock_key)
         if server is not None:
             at_end.enter_context(server)
             log.info("embedded_server", folder=server.data_dir, version=server.version)
             if fenced:  # a private database: there is nobody else who could have made its ledger
                 asyncio.run(migrate(server.dsn))
-        log.info("run_started", key1=lock_key.key1, key2=lock_key.key2, pid=os.getpid())
-        if isinstance(contender, LeaderElection):
-            code = asyncio.run(_FencedElection(contender, stopper, log).watched(metrics_host, metrics_port))
+        _log_start(log, competition, lock_key)
+        if isinstance(competition, LeaderElection):
+            code = asyncio.run(FencedElection(competition, stopper, log).watched(metrics_host, metrics_port))
         else:
-            code = asyncio.run(_Election(contender, stopper, log).watched())
+            code = asyncio.run(_Election(competition, stopper, log).watched())
     log.info("run_ended", exit_code=code)
     return code
+
+
+def _log_start(log: StructuredLogger, competition: LeaderLock | LeaderElection, lock_key: LockKey | None) -> None:
+    if lock_key is not None:
+        log.info("run_started", key1=lock_key.key1, key2=lock_key.key2, pid=os.getpid())
+    elif isinstance(competition, LeaderElection):
+        log.info("run_started", roles=len(competition.roles), pid=os.getpid())
 
 
 class _Election:
@@ -224,64 +240,6 @@ class _Election:
             self._heard.set()
 
 
-class _FencedElection:
-    """One election from start to end: who leads by the ledger, under which epoch, and whether the gate is open here."""
-
-    def __init__(self, election: LeaderElection, stopper: Stopper, log: StructuredLogger) -> None:
-        self._election = election
-        self._stopper = stopper
-        self._log = log
-        (self._role,) = election.roles
-
-    async def watched(self, host: str, port: int | None) -> int:
-        async with Watched(self._election, host=host, port=port) as around:
-            return await self.run(around)
-
-    async def run(self, around: Watched) -> int:
-        self._listen()
-        watching = asyncio.ensure_future(self._watch())
-        asked = asyncio.ensure_future(self._stopper.asked())
-        await asyncio.sleep(0)  # both are there before anything happens
-        starting = asyncio.ensure_future(self._election.start())
-        try:
-            await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()  # a missing ledger is raised here
-                error = self._election.last_error
-                if isinstance(error, PgLeaderLockError) and hopeless(error):
-                    raise explained(error)
-                around.ready()
-            signum = await asked
-            around.stopping()
-            self._log.info("stopping", signal=signal.Signals(signum).name)
-        finally:
-            asked.cancel()
-            await self._election.shutdown()
-            await asyncio.wait([starting, watching])
-        return EXIT_OK
-
-    async def _watch(self) -> None:
-        """Ends with the election."""
-        gate = self._election.gate(self._role)
-        async for change in self._election.changes():
-            if change.is_leader:
-                self._log.info("gate_open", epoch=change.epoch, holder=change.holder)
-                continue
-            try:
-                gate.require_leader()
-            except NotLeader as refused:
-                self._log.info("gate_shut", reason=refused.reason, epoch=change.epoch, holder=change.holder)
-
-    def _listen(self) -> None:
-        """Log each callback by its name. (The library itself logs the changes of state.)"""
-        election, log = self._election, self._log
-        election.on_acquired(lambda role: log.info("on_acquired", epoch=election.gate(role).current_epoch))
-        election.on_released(lambda _: log.info("on_released"))
-        election.on_lost(lambda _: log.warning("on_lost"))
-        election.on_error(lambda error: log.warning("on_error", error=error))
-        election.on_stopped(lambda: log.info("on_stopped"))
-
-
 def _strategy(base_s: float, max_s: float) -> ExponentialBackoff:
     try:
         return ExponentialBackoff(base_s=base_s, max_s=max_s)
@@ -289,10 +247,14 @@ def _strategy(base_s: float, max_s: float) -> ExponentialBackoff:
         raise ConfigurationError(in_option_words(str(error))) from error
 
 
-def _resolved(dsn: str | None) -> str:
+@contextlib.contextmanager
+def _on_this_machine() -> Iterator[None]:
+    """Whoever has no database is told how to try it without one."""
     try:
-        return resolve_dsn(dsn)
+        yield
     except click.UsageError as error:
+        if not error.message.startswith("no database given"):
+            raise
         raise click.UsageError(f"{error.message}; to try it on this machine alone: --embedded") from error
 
 

@@ -29,10 +29,10 @@ def leaders_page(data: Mapping[str, Any], now_ms: int) -> Html:
     rows: Sequence[Mapping[str, Any]] = sorted(data.get("leaders", ()), key=_wrong_first)
     prefix = get(data, "query", "prefix") or ""
     more = data.get("next_cursor")
+    unknown = bool(data.get("error"))
+    sentence = "Who leads is not known" if unknown else _sentence(rows, complete=not more and not prefix)
     parts = [
-        tag(
-            "h1", _sentence(rows, complete=not more and not prefix), id="state", class_=_mood(rows), aria_live="polite"
-        ),
+        tag("h1", sentence, id="state", class_="bad" if unknown else _mood(rows), aria_live="polite"),
         tag("p", id="facts", class_="facts"),
         _tools(prefix),
         tag("div", id="legend", class_="legend", hidden=True),
@@ -45,7 +45,13 @@ def leaders_page(data: Mapping[str, Any], now_ms: int) -> Html:
             role="table",
             aria_label="Roles",
         ),
-        tag("p", "No role begins like that." if prefix else _EMPTY, id="nothing", class_="nothing", hidden=bool(rows)),
+        tag(
+            "p",
+            "No role begins like that." if prefix else _EMPTY,
+            id="nothing",
+            class_="nothing",
+            hidden=bool(rows) or unknown,
+        ),
         tag("p", "Times are UTC. The timeline needs JavaScript; ", _history(), " has the same as a table.", id="times"),
     ]
     if more:

@@ -78,7 +78,7 @@ def history_page(data: Mapping[str, Any], now_ms: int) -> Html:
         table = _table("terms", _CHANGES, (_changed(row) for row in changed))
         older = None
     tools = tag("button", "CSV", type="button", id="csv", hidden=True, title="What is shown, as a file")
-    return _page("History and failovers", form, table, older, tools=tools, nothing="No term here.")
+    return _page(data, "History and failovers", form, table, older, tools=tools, nothing="No term here.")
 
 
 def _term(role: str, term: Mapping[str, Any], now_ms: int) -> Iterable[object]:
@@ -112,7 +112,7 @@ def events_page(data: Mapping[str, Any], _now_ms: int) -> Html:
     table = _table("events", _EVENTS, (_event(event) for event in data.get("events", ())))
     older = _more(data, "/events", "Older events", {"role": role, "node": node})
     pause = tag("button", "Pause", type="button", id="pause", aria_pressed="false", hidden=True)
-    return _page("Events", form, table, older, tools=pause, nothing="Nothing has happened here.")
+    return _page(data, "Events", form, table, older, tools=pause, nothing="Nothing has happened here.")
 
 
 def _event(event: Mapping[str, Any]) -> Iterable[object]:
@@ -130,7 +130,8 @@ def _event(event: Mapping[str, Any]) -> Iterable[object]:
 def nodes_page(data: Mapping[str, Any], _now_ms: int) -> Html:
     nodes: Rows = data.get("nodes", ())
     table = _table("nodes", _NODES, (_node_row(node) for node in nodes))
-    return _page("Nodes", None, table, _more(data, "/nodes", "Further nodes", {}), nothing="No node has been heard.")
+    further = _more(data, "/nodes", "Further nodes", {})
+    return _page(data, "Nodes", None, table, further, nothing="No node has been heard.")
 
 
 def _node_row(node: Mapping[str, Any]) -> Iterable[object]:
@@ -159,7 +160,7 @@ def locks_page(data: Mapping[str, Any], now_ms: int) -> Html:
     form = _form("/locks", ("prefix", "Locks that begin with", prefix, None))
     table = _table("locks", _LOCKS, (_lock(lock, now_ms) for lock in data.get("locks", ())))
     further = _more(data, "/locks", "Further locks", {"prefix": prefix})
-    return _page("Locks", form, table, further, nothing="No lock here.")
+    return _page(data, "Locks", form, table, further, nothing="No lock here.")
 
 
 def _lock(lock: Mapping[str, Any], now_ms: int) -> Iterable[object]:
@@ -175,9 +176,17 @@ def _lock(lock: Mapping[str, Any], now_ms: int) -> Iterable[object]:
 
 
 def _page(
-    title: str, form: Html | None, table: Html, more: Html | None, *, nothing: str, tools: Html | None = None
+    data: Mapping[str, Any],
+    title: str,
+    form: Html | None,
+    table: Html,
+    more: Html | None,
+    *,
+    nothing: str,
+    tools: Html | None = None,
 ) -> Html:
-    empty = "<tbody></tbody>" in table
+    # Beside an error "nothing" would be taken for what there is.
+    empty = "<tbody></tbody>" in table and not data.get("error")
     parts = (
         tag("h1", title, id="state"),
         tag("p", id="facts", class_="facts"),

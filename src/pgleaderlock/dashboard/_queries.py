@@ -47,7 +47,7 @@ def _leader(row: Mapping[str, Any]) -> Leader:
     live = row["node_id"] is not None and age_s <= row["lease_s"]
     fresh = live and age_s <= row["gate_s"]
     heartbeat = "ok" if fresh else "late" if live else "none"
-    gate = "shut" if not fresh else "waiting" if _waits(row) else "open"
+    gate = "shut" if not fresh or row["draining"] else "waiting" if _waits(row) else "open"
     return Leader(
         namespace=row["namespace"],
         role=row["role"],

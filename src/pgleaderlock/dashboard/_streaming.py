@@ -8,7 +8,8 @@ Imports `feed`, `sessions` and `_http`'s types. Must never write more at once th
 import asyncio
 
 from pgleaderlock._http.answers import Receive, Send
-from pgleaderlock.dashboard.feed import Feed, Subscription
+from pgleaderlock.dashboard._subscription import Subscription
+from pgleaderlock.dashboard.feed import Feed
 from pgleaderlock.dashboard.sessions import Session
 
 __all__ = ["STREAM", "stream"]

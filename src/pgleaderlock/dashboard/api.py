@@ -44,6 +44,11 @@ class Api:
                 question = self.leaders(query_of(query, ("prefix", "cursor", "limit")))
             case [b"leaders", role, b"terms"]:
                 question = self.terms(text_of(role), query_of(query, ("from_ms", "to_ms", "cursor", "limit")))
+            case [b"leaders", b"terms"]:
+                given = query_of(query, ("role", "from_ms", "to_ms", "cursor", "limit"))
+                if not given.get("role"):
+                    raise Refusal(400, "say of which role: /v1/leaders/terms?role=NAME")
+                question = self.terms(given["role"], given)
             case [b"events"]:
                 question = self.events(query_of(query, ("after", "cursor", "limit", "role", "node")))
             case [b"nodes"]:

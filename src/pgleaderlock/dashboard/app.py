@@ -37,14 +37,15 @@ from pgleaderlock._logging import get_logger
 from pgleaderlock.dashboard import pages, wire
 from pgleaderlock.dashboard._queries import wall_ms
 from pgleaderlock.dashboard._streaming import STREAM, stream
+from pgleaderlock.dashboard._subscription import Subscription
 from pgleaderlock.dashboard.api import Api, number_of, query_of
-from pgleaderlock.dashboard.feed import Feed, Subscription
+from pgleaderlock.dashboard.feed import Feed
 from pgleaderlock.dashboard.sessions import (
-    COOKIE,
     LASTS_S,
     Session,
     Sessions,
     check_same_origin,
+    cookie_name,
     secure_origin,
 )
 from pgleaderlock.history import LAST_ID
@@ -76,6 +77,7 @@ _PAGE_HEADERS = (
     (b"x-frame-options", b"DENY"),
 )
 _LOCKS_PATH = b"/v1/locks"
+_LIMITED = "this token is limited to some locks: leaders, events and nodes are not among them"
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class DashboardApp:
             return
         headers = dict(scope["headers"])
         if b"cookie" in headers and b"authorization" not in headers:
-            session = self._sessions.find(headers[b"cookie"])
+            session = self._sessions.find(headers)
             if session is not None:
                 scope["headers"] = [*scope["headers"], (b"authorization", session.authorization)]
 
@@ -210,7 +212,7 @@ class DashboardApp:
         if path == b"/sign-out":
             _only(method, "POST")
             check_same_origin(headers)
-            self._sessions.close(headers.get(b"cookie"))
+            self._sessions.close(headers)
             return _elsewhere("/sign-in", (b"set-cookie", _cookie("", 0, scope, headers)))
         if path in self._alone:
             _only(method, "GET")
@@ -230,7 +232,7 @@ class DashboardApp:
         if tokens is None:
             return _Visitor(ANYONE)
         if b"authorization" not in headers:
-            session = self._sessions.find(headers.get(b"cookie"))
+            session = self._sessions.find(headers)
             if session is not None:
                 return _Visitor(session.caller, session)
         return _Visitor(tokens.caller(headers.get(b"authorization")))
@@ -249,10 +251,11 @@ class DashboardApp:
             given = dict(parse_qsl(body.decode("ascii"), errors="strict", max_num_fields=FORM_FIELDS_MAX))
             authorization = b"Bearer " + given.get("token", "").strip().encode()
             caller = tokens.caller(authorization)
+            self._sessions.close(headers)  # whoever signs in anew has no use for the old one
             secret = self._sessions.open(caller, authorization)
-            self._log.info("signed_in", name=caller.name)
+            self._log.info("signed_in", name=caller.name, client=_client(scope))
             return _elsewhere("/", (b"set-cookie", _cookie(secret, int(LASTS_S), scope, headers)))
-        self._log.warning("sign_in_refused")
+        self._log.warning("sign_in_refused", client=_client(scope))
         return self._html("sign-in", {"error": "This token is unknown here."}, None, status=403)
 
     # --- Data
@@ -262,7 +265,7 @@ class DashboardApp:
     ) -> Answer | tuple[Subscription, Session | None]:
         assert self._api is not None
         if visitor.caller.prefix:
-            raise Refusal(403, "this token is limited to some locks: leaders, events and nodes are not among them")
+            raise Refusal(403, _LIMITED)
         if scope["method"] != "GET":
             await self._check_path(path)
             _only(scope["method"], "GET")
@@ -278,7 +281,7 @@ class DashboardApp:
 
     async def _check_path(self, path: bytes) -> None:
         parts = path.removeprefix(b"/v1/").split(b"/")
-        if len(parts) != 1 and not (len(parts) == 3 and (parts[0], parts[2]) == (b"leaders", b"terms")):
+        if len(parts) > 3 or (len(parts) > 1 and (parts[0], parts[-1]) != (b"leaders", b"terms")):
             raise Refusal(404, "there is nothing at this path")
 
     # --- Pages
@@ -291,6 +294,8 @@ class DashboardApp:
         leaders = self._api is not None and not visitor.caller.prefix
         if page == "leaders" and not leaders and self._inner is not None:
             return _elsewhere("/locks")
+        if visitor.caller.prefix and self._api is not None and not (page == "locks" and self._inner is not None):
+            return self._html("refused", {"error": f"{_LIMITED[0].upper()}{_LIMITED[1:]}."}, visitor, status=403)
         if self._inner is None if page == "locks" else not leaders:
             raise Refusal(404, "there is no such page on this server")
         status, data = 200, {"now_ms": wall_ms(), _LISTS[page]: [], "next_cursor": None}
@@ -363,14 +368,18 @@ class DashboardApp:
             path=scope["raw_path"].decode("latin-1"),
             status=status,
             latency_ms=(time.perf_counter() - began) * 1000,
-            client=scope["client"][0] if scope.get("client") else "-",
+            client=_client(scope),
             request_id=request_id.decode() if request_id is not None else "-",
         )
 
 
+def _client(scope: Scope) -> str:
+    return scope["client"][0] if scope.get("client") else "-"
+
+
 def _cookie(secret: str, age_s: int, scope: Scope, headers: Mapping[bytes, bytes]) -> bytes:
     secure = "; Secure" if scope["scheme"] == "https" or secure_origin(headers) else ""
-    return f"{COOKIE}={secret}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict{secure}".encode()
+    return f"{cookie_name(headers)}={secret}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict{secure}".encode()
 
 
 def _resumed(headers: Mapping[bytes, bytes]) -> dict[str, str]:

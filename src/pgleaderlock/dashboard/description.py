@@ -30,6 +30,13 @@ _ROLE: dict[str, Any] = {
 }
 _NEXT = "`next_cursor` of the page before."
 
+_TERMS = (
+    query_field("from_ms", "Only terms that had not ended by then.", _MOMENT),
+    query_field("to_ms", "Only terms that had begun by then.", _MOMENT),
+    query_field("cursor", _NEXT, _NUMBER),
+    _LIMIT,
+)
+
 OPERATIONS = (
     Operation(
         "GET",
@@ -51,13 +58,16 @@ OPERATIONS = (
         "Who led a role, the newest first.",
         {**READ, 200: Reply("A page of terms.", wire.TermsReply)},
         None,
-        [
-            _ROLE,
-            query_field("from_ms", "Only terms that had not ended by then.", _MOMENT),
-            query_field("to_ms", "Only terms that had begun by then.", _MOMENT),
-            query_field("cursor", _NEXT, _NUMBER),
-            _LIMIT,
-        ],
+        [_ROLE, *_TERMS],
+    ),
+    Operation(
+        "GET",
+        "/v1/leaders/terms",
+        "terms_of_role",
+        "The same, for names that a path cannot carry: on its way `..` would be taken for the folder above.",
+        {**READ, 200: Reply("A page of terms.", wire.TermsReply)},
+        None,
+        [{**_ROLE, "in": "query", "description": "The role's name."}, *_TERMS],
     ),
     Operation(
         "GET",

@@ -12,7 +12,7 @@ costs memory.
     event: reload    {}                            something was left out: ask for everything again
     event: end       {}                            the server stops: come back
 
-Imports `_queries`, `_listener`, `history` and `wire`. Must never wait for a reader.
+Imports `_queries`, `_subscription`, `_listener`, `history` and `wire`. Must never wait for a reader.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ from pgleaderlock._listener import listen
 from pgleaderlock._logging import get_logger
 from pgleaderlock.dashboard import _queries, wire
 from pgleaderlock.dashboard._reading import Ledger
+from pgleaderlock.dashboard._subscription import RELOAD, Subscription, message
 
-__all__ = ["Feed", "FeedTiming", "Subscription"]
+__all__ = ["Feed", "FeedTiming"]
 
 PAGE = 1_000
 LEADERS_MAX = 10_000
 """Roles that are followed; the others are on the pages, and change when those are loaded again."""
-QUEUE_MAX = 32
 RING_MAX = 2_000
 EVENTS_MAX = 1_000
 """More events than this at once are not told one by one."""
@@ -53,68 +53,10 @@ class FeedTiming(msgspec.Struct, frozen=True):
     pause_s: float = 0.1
     """Between two looks at least, however often the nodes notify."""
     retry_s: float = 0.5
+    late_s: float = 2.0
+    """How long a look may take before what was told last is called stale."""
     linger_s: float = 10.0
     """How long looks go on without a stream."""
-
-
-def message(kind: str, data: bytes, number: int | None = None) -> bytes:
-    """One message of a stream. JSON of msgspec has no line feed in it."""
-    head = b"" if number is None else b"id: %d\n" % number
-    return b"%sevent: %s\ndata: %s\n\n" % (head, kind.encode(), data)
-
-
-_RELOAD = message("reload", b"{}")
-_END = message("end", b"{}")
-
-
-class Subscription:
-    """One stream: what is still to be written, and never more than `QUEUE_MAX` of it."""
-
-    def __init__(self, role: str | None, node: str | None, after: int | None) -> None:
-        self.role = role
-        self.node = node
-        self.after = after
-        self.primed = False
-        """It has been told how everything is: from then on it is told what changes."""
-        self.told: frozenset[int] = frozenset()
-        """Events that it was told when it came back."""
-        self.ending = False
-        self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when nobody waits for its reader any more."""
-        self._queue: deque[bytes] = deque()
-        self._grown = asyncio.Event()
-
-    def push(self, chunk: bytes) -> None:
-        if len(self._queue) >= QUEUE_MAX:
-            self._queue.clear()
-            self._queue.append(_RELOAD)
-        self._queue.append(chunk)
-        self._grown.set()
-
-    def end(self) -> None:
-        self.ending = True
-        self._queue.append(_END)
-        self._grown.set()
-
-    async def next(self, timeout_s: float) -> bytes:
-        """What is to be written next; nothing if there was nothing for so long."""
-        if not self._queue:
-            self._grown.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._grown.wait()
-        return self._queue.popleft() if self._queue else b""
-
-    @property
-    def empty(self) -> bool:
-        return not self._queue
-
-    def wants(self, event: wire.Event) -> bool:
-        return (
-            (self.role is None or event.role == self.role)
-            and (self.node is None or event.node_id == self.node)
-            and event.event_id not in self.told
-        )
 
 
 class _Known:
@@ -126,6 +68,10 @@ class _Known:
         self.ring: deque[wire.Event] = deque(maxlen=RING_MAX)
         """The last events, in the order in which they were told."""
         self.leaders: dict[str, wire.Leader] = {}
+        self.untold: list[wire.Event] = []
+        """Events of a look that has not come to its end: the next one tells them."""
+        self.untold_nodes: list[bytes] = []
+        """The same of the nodes."""
         self.nodes: tuple[wire.Node, ...] = ()
         self.nodes_due_at = 0.0
         self.now_ms = 0
@@ -225,7 +171,7 @@ class Feed:
                 self._wake.clear()
                 wait_s = timing.poll_s
                 try:
-                    await self._look(ledger, known)
+                    await self._look_in_time(ledger, known)
                 except Exception as error:
                     self._lost(known, error)
                     wait_s = timing.retry_s
@@ -251,19 +197,33 @@ class Feed:
             log=self._log,
         )
 
+    async def _look_in_time(self, ledger: Ledger, known: _Known) -> None:
+        """A look that takes long goes on, and the pages are told that what they show is old."""
+        looking = asyncio.ensure_future(self._look(ledger, known))
+        try:
+            done, _ = await asyncio.wait([looking], timeout=self._timing.late_s)
+            if not done:
+                self._lost(known, TimeoutError(f"no answer within {self._timing.late_s:g} s"))
+            await looking
+        finally:
+            looking.cancel()
+            await asyncio.wait([looking])
+
     async def _look(self, ledger: Ledger, known: _Known) -> None:
-        fresh = await self._new_events(ledger, known)
+        known.untold += await self._new_events(ledger, known)
         page = await _queries.leaders(ledger, self._namespace, limit=PAGE)
         now_ms, seen = page.now_ms, page.leaders
         while page.next_cursor is not None and len(seen) < LEADERS_MAX:
             page = await _queries.leaders(ledger, self._namespace, after=page.next_cursor, limit=PAGE)
             seen += page.leaders
-        news_of_nodes = await self._nodes(ledger, known)
+        await self._nodes(ledger, known)
         coming = [stream for stream in self._streams if not stream.primed]
         resumed = await self._resumed(ledger, known, coming)
         # From here on nothing waits: every stream sees the same order of things.
         known.now_ms = now_ms
-        chunks = [*_leader_messages(now_ms, known.changed(seen)), *news_of_nodes]
+        fresh, known.untold = known.untold, []
+        chunks = [*_leader_messages(now_ms, known.changed(seen)), *known.untold_nodes]
+        known.untold_nodes = []
         back, known.stale_since_ms = known.stale_since_ms is not None, None
         if back:
             self._log.info("ledger_back")
@@ -295,15 +255,14 @@ class Feed:
         known.began = True
         return []
 
-    async def _nodes(self, ledger: Ledger, known: _Known) -> list[bytes]:
+    async def _nodes(self, ledger: Ledger, known: _Known) -> None:
         loop = asyncio.get_running_loop()
         if loop.time() < known.nodes_due_at:
-            return []
+            return
         reply = await _queries.nodes(ledger, self._namespace, limit=PAGE)
         known.nodes_due_at = loop.time() + max(self._timing.poll_s * 0.9, len(reply.nodes) / NODES_A_SECOND)
-        if not known.heard(tuple(reply.nodes), reply.now_ms):
-            return []
-        return [message("nodes", wire.encode({"now_ms": reply.now_ms, "nodes": reply.nodes}))]
+        if known.heard(tuple(reply.nodes), reply.now_ms):
+            known.untold_nodes = [message("nodes", wire.encode({"now_ms": reply.now_ms, "nodes": reply.nodes}))]
 
     async def _resumed(
         self, ledger: Ledger, known: _Known, coming: Sequence[Subscription]
@@ -331,7 +290,7 @@ class Feed:
             if stream.after in numbers:
                 missed = list(known.ring)[numbers.index(stream.after) + 1 :]
         if missed is None:
-            stream.push(_RELOAD)
+            stream.push(RELOAD)
             return
         wanted = _event_messages([event for event in missed if stream.wants(event)])
         stream.told = frozenset(event.event_id for event in missed)

@@ -13,6 +13,7 @@ where there was no reply:
 | `locks` | `/locks` | `/v1/locks` | `prefix`, `cursor` |
 | `nodes` | `/nodes` | `/v1/nodes` | `cursor` |
 | `sign-in` | `/sign-in` | nothing | |
+| `refused` | any | nothing: "error" says why | |
 
 What the script does with a page afterwards is in `static/`: it asks the same API and builds the same rows.
 
@@ -57,8 +58,11 @@ def render(page: str, data: Mapping[str, Any], *, signed_in: bool, locks: bool, 
     now_ms = data.get("now_ms") or int(time.time() * 1000)
     shown = {"leaders": leaders, "locks": locks}
     listed = [(name, *entry[:2]) for name, entry in _PAGES.items() if shown[entry[2]]]
-    _, title, _, body = _PAGES[page]
     error = tag("p", data["error"], class_="error", role="alert") if data.get("error") else Html("")
+    if page == "refused":
+        content = Html(tag("h1", "Not for this token") + error)
+        return _document(page, "Not for this token", content, top=_top(page, listed, now_ms, signed_in=signed_in))
+    _, title, _, body = _PAGES[page]
     content = Html(error + body(data, now_ms))
     return _document(page, title, content, top=_top(page, listed, now_ms, signed_in=signed_in))
 
@@ -76,9 +80,9 @@ def _document(page: str, title: str, body: Html, *, top: Html) -> bytes:
         *(
             tag("link", rel="modulepreload", href=f"/static/{name}")
             for name in sorted(static_files())
-            if name.endswith(".js") and page != "sign-in"
+            if name.endswith(".js") and page in _PAGES
         ),
-        tag("script", type="module", src="/static/app.js") if page != "sign-in" else None,
+        tag("script", type="module", src="/static/app.js") if page in _PAGES else None,
     )
     skip = tag("a", "Skip to the content", class_="skip", href="#main")
     main = tag("main", body, id="main", tabindex="-1")
@@ -93,8 +97,9 @@ def _top(page: str, listed: list[tuple[str, str, str]], now_ms: int, *, signed_i
     ]
     mark = tag("p", "as of ", clock(now_ms), " UTC", id="live", class_="live", role="status")
     leave = tag("form", tag("button", "Sign out", class_="quiet"), method="post", action="/sign-out")
-    brand = tag("a", tag("span", class_="mark", aria_hidden="true"), "pgleaderlock", class_="brand", href=listed[0][1])
-    pages = tag("nav", tag("ul", *links), aria_label="Pages")
+    home = listed[0][1] if listed else "/"
+    brand = tag("a", tag("span", class_="mark", aria_hidden="true"), "pgleaderlock", class_="brand", href=home)
+    pages = tag("nav", tag("ul", *links), aria_label="Pages") if links else None
     header = tag("header", brand, pages, mark, leave if signed_in else None, class_="top")
     return Html(header + tag("p", id="stale", class_="stale", role="alert", hidden=True))
 

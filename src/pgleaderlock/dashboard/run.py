@@ -126,6 +126,7 @@ class DashboardServer:
         self._log = get_logger("pgleaderlock.dashboard")
         self._tokens = Tokens.load(settings.token_file) if settings.token_file is not None else None
         self._ready: tuple[float, Refusal | None] = (float("-inf"), None)
+        self._checking = asyncio.Lock()
         self.url = ""
 
     async def start(self) -> None:
@@ -195,14 +196,16 @@ class DashboardServer:
 
     async def _readiness(self) -> Answer:
         # Everybody may ask, so the database is asked once a second at most.
-        checked_at, refusal = self._ready
-        if time.monotonic() - checked_at > _READY_REMEMBERED_S:
-            refusal = None
-            try:
-                await history.ledger_facts(self._ledger)
-            except PgLeaderLockError:
-                refusal = Refusal(503, "the ledger cannot be read: the server's log says why", (b"retry-after", b"1"))
-            self._ready = (time.monotonic(), refusal)
+        async with self._checking:
+            checked_at, refusal = self._ready
+            if time.monotonic() - checked_at > _READY_REMEMBERED_S:
+                refusal = None
+                try:
+                    await history.ledger_facts(self._ledger)
+                except PgLeaderLockError:
+                    text = "the ledger cannot be read: the server's log says why"
+                    refusal = Refusal(503, text, (b"retry-after", b"1"))
+                self._ready = (time.monotonic(), refusal)
         if refusal is not None:
             raise Refusal(refusal.status, refusal.error, *refusal.headers)
         return Answer(200, encode(StatusReply("ready")))

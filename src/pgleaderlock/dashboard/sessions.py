@@ -9,6 +9,7 @@ letter.
 
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections.abc import Mapping
@@ -18,13 +19,16 @@ from urllib.parse import urlsplit
 from pgleaderlock._http.answers import Refusal
 from pgleaderlock._http.tokens import Caller
 
-__all__ = ["COOKIE", "Session", "Sessions", "check_same_origin", "secure_origin"]
+__all__ = ["Session", "Sessions", "check_same_origin", "cookie_name", "secure_origin"]
 
 COOKIE = "pgleaderlock_session"
 LASTS_S = 12 * 3600.0
 SESSIONS_MAX = 1_000
+SESSIONS_EACH_MAX = 50
+"""Of one token: whoever signs in again and again ends its own sessions, and nobody else's."""
 _COOKIES_MAX = 4
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_PORT = re.compile(rb":([0-9]{1,5})\Z")
 
 
 @dataclass(slots=True, eq=False)
@@ -53,23 +57,26 @@ class Sessions:
         """A new session; what it gives is for the cookie."""
         for old in [key for key, session in self._sessions.items() if session.over]:
             del self._sessions[old]
+        own = [key for key, session in self._sessions.items() if session.caller == caller]
+        for key in own[: max(0, len(own) - SESSIONS_EACH_MAX + 1)]:
+            self._sessions.pop(key).ends_at = float("-inf")
         while len(self._sessions) >= SESSIONS_MAX:
             self._sessions.pop(next(iter(self._sessions))).ends_at = float("-inf")
         secret = secrets.token_urlsafe(32)
         self._sessions[self._hash(secret)] = Session(caller, authorization, time.monotonic() + LASTS_S)
         return secret
 
-    def find(self, cookie_header: bytes | None) -> Session | None:
+    def find(self, headers: Mapping[bytes, bytes]) -> Session | None:
         """The session of a request, if it has one that still lasts."""
-        for secret in _secrets(cookie_header):
+        for secret in _secrets(headers):
             session = self._sessions.get(self._hash(secret))
             if session is not None and not session.over:
                 return session
         return None
 
-    def close(self, cookie_header: bytes | None) -> None:
+    def close(self, headers: Mapping[bytes, bytes]) -> None:
         """Ends it, for whoever still holds it, too: an open stream."""
-        for secret in _secrets(cookie_header):
+        for secret in _secrets(headers):
             session = self._sessions.pop(self._hash(secret), None)
             if session is not None:
                 session.ends_at = float("-inf")
@@ -78,10 +85,17 @@ class Sessions:
         return hmac.digest(self._key, hashlib.sha256(secret.encode()).digest(), "sha256")
 
 
-def _secrets(header: bytes | None) -> list[str]:
+def cookie_name(headers: Mapping[bytes, bytes]) -> str:
+    """With the port that was asked: a browser keeps one jar for a host, and there may be a server at each port."""
+    port = _PORT.search(headers.get(b"host", b""))
+    return COOKIE if port is None else f"{COOKIE}_{port[1].decode()}"
+
+
+def _secrets(headers: Mapping[bytes, bytes]) -> list[str]:
     """Ours among the cookies, whatever the others look like."""
-    pairs = (pair.partition("=") for pair in (header or b"").decode("latin-1").split(";"))
-    return [value.strip() for name, _, value in pairs if name.strip() == COOKIE][:_COOKIES_MAX]
+    ours = cookie_name(headers)
+    pairs = (pair.partition("=") for pair in headers.get(b"cookie", b"").decode("latin-1").split(";"))
+    return [value.strip() for name, _, value in pairs if name.strip() == ours][:_COOKIES_MAX]
 
 
 def check_same_origin(headers: Mapping[bytes, bytes]) -> None:

@@ -36,7 +36,8 @@ class Leader(msgspec.Struct, frozen=True, gc=False):
     """A role. `leader` is null when nobody leads: given back, or not heard of for longer than its lease.
 
     `heartbeat` is late when it is older than what the leader's own gate allows. `gate` is derived from the ledger: shut
-    without a fresh heartbeat, waiting while a new leader sits its predecessor out, open otherwise.
+    without a fresh heartbeat and while the role or its node is drained, waiting while a new leader sits its predecessor
+    out, open otherwise.
     """
 
     namespace: str

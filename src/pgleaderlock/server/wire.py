@@ -9,6 +9,7 @@ Imports msgspec, `_http.answers` and the store's types. Must never wait, and nev
 
 import random
 import re
+import time
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -213,9 +214,16 @@ class LockReply(msgspec.Struct, frozen=True, gc=False):
     waiters: int
 
 
+def _wall_ms() -> int:
+    return int(time.time() * 1000)
+
+
 class ListReply(msgspec.Struct, frozen=True):
+    """`now_ms`: what the server's clock says, for whoever shows how much time is left."""
+
     locks: list[LockReply]
     next_cursor: str | None
+    now_ms: int = msgspec.field(default_factory=_wall_ms)
 
 
 class BreakReply(msgspec.Struct, frozen=True):

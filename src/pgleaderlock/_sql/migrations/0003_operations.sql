@@ -18,6 +18,9 @@ ALTER TABLE pgleaderlock.requests
     ADD CONSTRAINT requests_kind_check CHECK (kind IN ('step_down', 'drain', 'resume'));
 UPDATE pgleaderlock.requests SET outcome = 'done' WHERE done_at IS NOT NULL;
 CREATE INDEX requests_at ON pgleaderlock.requests (at);
+-- For pruning one namespace without reading all others.
+CREATE INDEX terms_kept ON pgleaderlock.terms (namespace, began_at);
+CREATE INDEX events_kept ON pgleaderlock.events (namespace, at);
 
 -- Is there a node of this name that would take a role over now? By its record, and by its backend: one that was killed
 -- has a fresh record for a while.
@@ -87,7 +90,7 @@ BEGIN
     UPDATE pgleaderlock.sessions s
     SET beat = s.beat + 1, last_heartbeat = clock_timestamp(), draining = coalesce(p_draining, s.draining)
     WHERE s.session_id = p_session_id AND s.backend_pid = pg_backend_pid() AND s.ended_at IS NULL
-    RETURNING s.beat, s.draining, s.namespace, s.node_id INTO me;
+    RETURNING s.beat, s.draining, s.namespace, s.node_id, s.instance INTO me;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'session % is not recorded for this backend', p_session_id USING ERRCODE = 'PGL03';
     END IF;
@@ -120,6 +123,8 @@ BEGIN
     FROM pgleaderlock.requests r
     WHERE r.namespace = me.namespace AND r.done_at IS NULL
       AND (r.kind IN ('drain', 'resume') AND r.node_id = me.node_id
+           -- Of this very process, in this session or an earlier one: what its predecessor was asked is not for it.
+           AND EXISTS (SELECT FROM pgleaderlock.sessions e WHERE e.instance = me.instance AND e.started_at <= r.at)
            OR r.kind = 'step_down' AND EXISTS (
                SELECT FROM pgleaderlock.leaders l
                WHERE l.namespace = r.namespace AND l.role = r.role AND l.session_id = p_session_id AND NOT l.ended));
@@ -140,6 +145,8 @@ DECLARE
     here record;
     entitled text[];
     fenced text[];
+    rekeyed text[];
+    elsewhere text[];
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'bump needs READ COMMITTED' USING ERRCODE = 'PGL03';
@@ -154,6 +161,20 @@ BEGIN
     UPDATE pgleaderlock.sessions s SET beat = s.beat + 1, last_heartbeat = clock_timestamp()
     WHERE s.session_id = p_session_id;
 
+    -- One name under two keys has two locks, which exclude nobody: as long as somebody holds the one that is recorded, that
+    -- one counts.
+    SELECT array_agg(l.role) INTO rekeyed
+    FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
+    JOIN pgleaderlock.leaders l ON l.namespace = me.namespace AND l.role = a.role AND (l.key1, l.key2) <> (a.key1, a.key2);
+    IF rekeyed IS NOT NULL THEN
+        SELECT array_agg(l.role) INTO elsewhere
+        FROM pgleaderlock.leaders l
+        JOIN pg_locks k ON k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.pid <> pg_backend_pid()
+            AND k.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+            AND k.classid = (l.key1::bigint & 4294967295)::oid AND k.objid = (l.key2::bigint & 4294967295)::oid
+        WHERE l.namespace = me.namespace AND l.role = ANY (rekeyed);
+    END IF;
+
     -- Entitled is who holds the lock, under a name that is alone with its key.
     SELECT array_agg(a.role) INTO entitled
     FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
@@ -161,10 +182,11 @@ BEGIN
         AND k.classid = (a.key1::bigint & 4294967295)::oid AND k.objid = (a.key2::bigint & 4294967295)::oid
     WHERE NOT EXISTS (
         SELECT FROM pgleaderlock.leaders o
-        WHERE o.key1 = a.key1 AND o.key2 = a.key2 AND (o.namespace, o.role) <> (me.namespace, a.role));
+        WHERE o.key1 = a.key1 AND o.key2 = a.key2 AND (o.namespace, o.role) <> (me.namespace, a.role))
+      AND a.role <> ALL (coalesce(elsewhere, '{}'));
     RETURN QUERY
     SELECT a.role,
-           CASE WHEN EXISTS (
+           CASE WHEN a.role = ANY (elsewhere) OR EXISTS (
                SELECT FROM pgleaderlock.leaders o
                WHERE o.key1 = a.key1 AND o.key2 = a.key2 AND (o.namespace, o.role) <> (me.namespace, a.role))
            THEN 'collision' ELSE 'not_held' END,
@@ -202,6 +224,12 @@ BEGIN
     FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
     WHERE a.role = ANY (fenced)
     ON CONFLICT (namespace, role) DO NOTHING;
+
+    IF rekeyed IS NOT NULL THEN
+        UPDATE pgleaderlock.leaders l SET key1 = a.key1, key2 = a.key2
+        FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
+        WHERE l.namespace = me.namespace AND l.role = a.role AND a.role = ANY (fenced) AND a.role = ANY (rekeyed);
+    END IF;
 
     RETURN QUERY
     WITH prev AS MATERIALIZED (
@@ -347,7 +375,12 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     UPDATE pgleaderlock.requests r SET released_at = clock_timestamp()
     FROM pgleaderlock.sessions s
     WHERE s.session_id = p_session_id AND s.backend_pid = pg_backend_pid() AND s.ended_at IS NULL
-      AND r.request_id = ANY (p_request_ids) AND r.namespace = s.namespace AND r.done_at IS NULL
+      AND r.namespace = s.namespace AND r.done_at IS NULL AND r.released_at IS NULL
+      -- By who leads it, and once; of several wishes for one role the last one counts.
+      AND r.request_id IN (SELECT max(o.request_id) FROM pgleaderlock.requests o
+                           JOIN pgleaderlock.leaders l ON l.namespace = o.namespace AND l.role = o.role
+                           WHERE o.request_id = ANY (p_request_ids) AND l.session_id = s.session_id AND NOT l.ended
+                           GROUP BY o.role)
 $$;
 
 CREATE FUNCTION pgleaderlock.settle_request(p_session_id bigint, p_request_id bigint, p_outcome text, p_detail text)
@@ -357,6 +390,13 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     FROM pgleaderlock.sessions s
     WHERE r.request_id = p_request_id AND s.session_id = p_session_id AND s.backend_pid = pg_backend_pid()
       AND s.ended_at IS NULL AND r.namespace = s.namespace AND r.done_at IS NULL AND p_outcome IN ('done', 'refused')
+      AND (r.kind = 'step_down' AND EXISTS (SELECT FROM pgleaderlock.leaders l WHERE l.namespace = r.namespace
+                                              AND l.role = r.role AND l.session_id = s.session_id)
+           -- A node may have several sessions: it is drained when the last of them is.
+           OR r.node_id = s.node_id AND (r.kind = 'resume' OR p_outcome = 'refused' OR NOT EXISTS (
+               SELECT FROM pgleaderlock.sessions o JOIN pgleaderlock.leaders l ON l.session_id = o.session_id AND NOT l.ended
+               WHERE o.namespace = s.namespace AND o.node_id = s.node_id AND o.session_id <> s.session_id
+                 AND o.ended_at IS NULL AND o.last_heartbeat > clock_timestamp() - make_interval(secs => 2 * o.lease_s))))
 $$;
 
 -- Libraries of version 2 know no other outcome.
@@ -402,7 +442,8 @@ DECLARE
     gone bigint := 0;
     n bigint;
 BEGIN
-    IF p_keep < interval '1 hour' OR p_limit NOT BETWEEN 1 AND 10000 THEN
+    -- Judged by what comes of it: '-12 months 361 days' counts as a day when compared, and lies in the future.
+    IF oldest IS NULL OR oldest > clock_timestamp() - interval '1 hour' OR p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 10000 THEN
         RAISE EXCEPTION 'prune keeps one hour at least, and deletes 1 to 10000 rows at a time' USING ERRCODE = '22023';
     END IF;
     PERFORM set_config('lock_timeout', '50', true);
@@ -443,7 +484,7 @@ REVOKE ALL ON FUNCTION pgleaderlock.is_live_candidate, pgleaderlock.describe_ses
     pgleaderlock.reserve, pgleaderlock.settle_request, pgleaderlock.prune FROM PUBLIC;
 DO $$
 DECLARE
-    node name;
+    node text;  -- as it is quoted, it may be longer than a name
 BEGIN
     FOR node IN
         SELECT DISTINCT a.grantee::regrole::text

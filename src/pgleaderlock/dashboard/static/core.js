@@ -99,12 +99,24 @@ let skewMs = null;
 export const now = () => Date.now() + (skewMs ?? 0);
 
 export function setNow(serverMs) {
-  if (typeof serverMs !== "number") return;
+  if (!Number.isFinite(serverMs)) return;
   const seenMs = serverMs - Date.now();
   if (skewMs === null || seenMs > skewMs || seenMs < skewMs - 5000) skewMs = seenMs;
 }
 
 // --- The API
+
+const EXACT = new Set(["epoch", "fencing_token"]);
+
+// Epochs and tokens may be larger than what a number of JavaScript tells apart: those are kept as they were written.
+export function parsed(text) {
+  try {
+    return JSON.parse(text, (key, value, context) =>
+      EXACT.has(key) && typeof value === "number" && !Number.isSafeInteger(value) ? (context?.source ?? value) : value);
+  } catch {
+    return null;
+  }
+}
 
 export class Failure extends Error {
   constructor(status, text) {
@@ -126,16 +138,46 @@ export async function ask(path, fields = {}, signal = undefined) {
     signal: signal ? AbortSignal.any([signal, late]) : late,
   });
   if (answer.status === 401) signIn();
-  const body = await answer.json().catch(() => ({}));
+  const body = parsed(await answer.text()) ?? {};
   if (!answer.ok) throw new Failure(answer.status, body.error ?? `the server answered ${answer.status}`);
   setNow(body.now_ms);
   document.querySelector("main > .error")?.remove(); // what the server could not say when it made the page
   return body;
 }
 
+// Terms are asked for by query: in a path, a role called `..` would be the folder above.
+export const askTerms = (role, fields) => ask("/v1/leaders/terms", { role, ...fields });
+
 // The session has ended: the server's own page says so.
 export function signIn() {
   location.assign("/sign-in");
+}
+
+// What a field filters by. Until somebody types it is what the address says: a field drops line feeds, and we the blanks.
+export function filterOf(field) {
+  let exact = new URLSearchParams(location.search).get(field.name);
+  field.addEventListener("input", () => {
+    exact = null;
+  });
+  return () => exact ?? field.value.trim();
+}
+
+// However often it is asked for: one that runs, and at most one that waits for it.
+export function oneAtATime(call) {
+  let runs = false;
+  let again = false;
+  const run = async () => {
+    again = runs;
+    if (runs) return;
+    runs = true;
+    try {
+      await call();
+    } finally {
+      runs = false;
+      if (again) run();
+    }
+  };
+  return run;
 }
 
 // When nobody has asked for a while.

@@ -1,6 +1,6 @@
 // The page of the events: the newest on top, as they happen.
 
-import { ask, badge, byId, h, later, localTimes, moment, number, plural, roleLink, setAttribute, setText } from "./core.js";
+import { ask, badge, byId, filterOf, h, later, localTimes, moment, number, plural, roleLink, setAttribute, setText } from "./core.js";
 import { Mark, Stream, asking } from "./live.js";
 import { cell, nodeElement } from "./nodes.js";
 import { colourAll } from "./colours.js";
@@ -26,9 +26,10 @@ export function start() {
   let cursor = null;
   let held = []; // while it pauses
   let paused = false;
-  let asked = 0;
+  let meanwhile = null; // told while an answer was on its way, which may be older
 
-  const filter = () => ({ role: role.value.trim(), node: node.value.trim() });
+  const [roleWanted, nodeWanted] = [filterOf(role), filterOf(node)];
+  const filter = () => ({ role: roleWanted(), node: nodeWanted() });
 
   function wanted(event) {
     const { role: roleName, node: nodeName } = filter();
@@ -65,6 +66,7 @@ export function start() {
   }
 
   async function older() {
+    if (cursor === null) return; // clicked twice
     const page = await ask("/v1/events", { ...filter(), limit: PAGE, cursor });
     body.append(...page.events.map(row));
     more(page.next_cursor);
@@ -72,13 +74,17 @@ export function start() {
   }
 
   async function load() {
-    const turn = ++asked;
+    meanwhile = [];
     const page = await ask("/v1/events", { ...filter(), limit: PAGE });
-    if (turn !== asked) return;
     colourAll(new Set(page.events.map((event) => event.node_id).filter((name) => name !== null)));
     body.replaceChildren(...page.events.map(row));
     held = [];
     more(page.next_cursor);
+    const known = new Set(page.events.map((event) => event.event_id));
+    const missing = meanwhile.filter((event) => wanted(event) && !known.has(event.event_id));
+    meanwhile = null;
+    if (paused) held = missing;
+    else add(missing);
     sumUp();
     localTimes();
   }
@@ -107,6 +113,7 @@ export function start() {
     mark,
     {
       event: (event) => {
+        meanwhile?.push(event);
         if (!wanted(event)) return;
         if (paused) held = [...held, event].slice(-ROWS_MAX);
         else add([event]);

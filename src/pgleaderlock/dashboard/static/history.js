@@ -1,6 +1,6 @@
 // The page of the history: every term of one role, or the latest of those roles that changed last.
 
-import { ask, badge, byId, duration, h, later, localTimes, moment, now, number, plural, roleLink, setText, soon } from "./core.js";
+import { ask, askTerms, badge, byId, duration, filterOf, h, later, localTimes, moment, now, number, plural, roleLink, setText, soon } from "./core.js";
 import { Mark, Stream, asking } from "./live.js";
 import { cell, nodeElement } from "./nodes.js";
 import { colourAll } from "./colours.js";
@@ -54,7 +54,7 @@ async function each(list, call) {
 }
 
 const termsOf = async (role, fields) => {
-  const page = await ask(`/v1/leaders/${encodeURIComponent(role)}/terms`, fields);
+  const page = await askTerms(role, fields);
   return { ...page, terms: page.terms.map((term) => ({ ...term, role })) };
 };
 
@@ -66,10 +66,10 @@ export function start() {
   let role = null; // if it is about one
   let cursor = null;
   let scope = "";
-  let asked = 0;
   let extended = false;
 
-  const wanted = () => terms.filter((term) => !nodeField.value.trim() || term.node_id === nodeField.value.trim());
+  const [roleWanted, nodeWanted] = [filterOf(roleField), filterOf(nodeField)];
+  const wanted = () => terms.filter((term) => !nodeWanted() || term.node_id === nodeWanted());
 
   function draw() {
     const shown = wanted();
@@ -94,6 +94,7 @@ export function start() {
   }
 
   async function older() {
+    if (cursor === null) return; // clicked twice
     const page = await termsOf(role, { limit: PAGE, cursor });
     terms.push(...page.terms);
     cursor = page.next_cursor;
@@ -112,8 +113,7 @@ export function start() {
   }
 
   async function load() {
-    const turn = ++asked;
-    const text = roleField.value.trim();
+    const text = roleWanted();
     const named = text ? (await ask("/v1/leaders", { prefix: text, limit: PAGE })).leaders.some((each) => each.role === text) : false;
     const single = named ? await termsOf(text, { limit: PAGE }) : null;
     let found = { terms: single?.terms ?? [], cursor: single?.next_cursor ?? null, role: text, scope: "" };
@@ -124,7 +124,6 @@ export function start() {
       const some = like.length > ROLES_AT_ONCE ? `the ${ROLES_AT_ONCE} of ${plural(like.length, "role")} that changed last` : plural(like.length, "role");
       found = { terms: all, cursor: null, role: null, scope: some };
     }
-    if (turn !== asked) return;
     ({ terms, cursor, role, scope } = found);
     extended = false;
     draw();

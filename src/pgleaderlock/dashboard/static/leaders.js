@@ -17,6 +17,8 @@ const DEFAULT_NAMESPACE = "pgleaderlock";
 const roles = new Map(); // key -> row, as the API gives it, and when its leader was last heard
 const nodes = new Map(); // session -> node
 let order = []; // what is shown: filtered, and what is wrong first
+let nodesMs = 0; // when they were as they are here
+let known = false; // which roles there are: none is an answer, too
 let mark, timeline;
 
 // 0: nobody leads. 1: its leader is late. 2: it leads and may not act yet. 3: all is well.
@@ -28,16 +30,20 @@ function badness(row) {
 
 const keyOf = (row) => JSON.stringify([row.namespace, row.role]);
 
-function takeRole(row, nowMs) {
+// `asked`: it was asked for, and the stream may have told something newer while the answer was on its way.
+function takeRole(row, nowMs, asked = false) {
   const key = keyOf(row);
   const before = roles.get(key);
+  if (asked && before?.toldMs > nowMs) return;
   const heardMs = row.heartbeat_age_ms === null ? (before?.heardMs ?? null) : nowMs - row.heartbeat_age_ms;
-  roles.set(key, { ...row, key, heardMs, find: `${row.role}\n${row.leader ?? ""}\n${row.namespace}`.toLowerCase() });
+  roles.set(key, { ...row, key, heardMs, toldMs: nowMs, find: `${row.role}\n${row.leader ?? ""}\n${row.namespace}`.toLowerCase() });
   if (!before || before.epoch !== row.epoch || before.leader !== row.leader) timeline.outdate(key);
 }
 
 // A heartbeat is a node's, whatever the number of its roles: the news of a few nodes keep a thousand rows fresh.
-function takeNodes({ nodes: list, now_ms: nowMs }) {
+function takeNodes({ nodes: list, now_ms: nowMs }, asked = false) {
+  if (asked && nodesMs > nowMs) return;
+  nodesMs = nowMs;
   const heard = new Map();
   nodes.clear();
   for (const node of list) {
@@ -64,6 +70,7 @@ function arrange() {
 }
 
 function sumUp(all, wanted) {
+  if (!known) return;
   const free = all.filter((row) => badness(row) === 0).length;
   const late = all.filter((row) => badness(row) === 1).length;
   const which = plural(all.length, "role");
@@ -260,17 +267,20 @@ function drawSoon(everything = true) {
 async function load() {
   const found = new Set();
   let cursor = null;
+  let beganMs = null;
   do {
     const page = await ask("/v1/leaders", { limit: PAGE, cursor });
+    beganMs ??= page.now_ms;
     for (const row of page.leaders) {
-      takeRole(row, page.now_ms);
+      takeRole(row, page.now_ms, true);
       found.add(keyOf(row));
     }
     cursor = page.next_cursor;
   } while (cursor && roles.size < ROLES_MAX);
-  for (const key of roles.keys()) if (!found.has(key)) roles.delete(key);
+  for (const [key, row] of roles) if (!found.has(key) && row.toldMs <= beganMs) roles.delete(key);
   if (!cursor) byId("more")?.remove();
-  takeNodes(await ask("/v1/nodes", { limit: PAGE }));
+  known = true;
+  takeNodes(await ask("/v1/nodes", { limit: PAGE }), true);
   legend();
   arrange();
   draw();
@@ -314,10 +324,12 @@ export function start() {
     mark,
     {
       leaders: (news) => {
+        known = true;
         news.leaders.forEach((row) => takeRole(row, news.now_ms));
         arrangeSoon();
       },
       nodes: (news) => {
+        known = true; // the roles come before the nodes
         takeNodes(news);
         arrangeSoon();
       },

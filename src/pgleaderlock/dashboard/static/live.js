@@ -3,22 +3,28 @@
 // The stream is read with fetch instead of EventSource: that one hides the server's pings, and then a connection that
 // is open and dead looks like a quiet night.
 
-import { byId, clockText, now, setNow, setText, signIn } from "./core.js";
+import { byId, clockText, now, oneAtATime, parsed, setNow, setText, signIn } from "./core.js";
 
 const SILENCE_MS = 12_000; // the server pings every 5 s
 const RETRY_MS = [250, 500, 1000, 2000, 4000];
 const ASK_AGAIN_MS = 2000;
+const DATA = new Set(["leaders", "nodes", "event", "fresh"]); // what a server says only while it sees its database
 const HIDDEN_MS = 30_000; // a browser has few connections for one server: a page that nobody sees gives its own back
 
 export class Mark {
   #heardMs = now();
   #staleMs = null;
-  #away = false;
+  #told = false; // this connection has told how things are
+  #unanswered = new Set();
 
-  // The server has said something.
+  constructor() {
+    setText(byId("live"), "connecting");
+  }
+
+  // The server has said something, if only that it is there.
   heard() {
     this.#heardMs = now();
-    if (!this.#away && document.body.dataset.live !== "live") {
+    if (this.#told && !this.#unanswered.size && document.body.dataset.live !== "live") {
       this.#staleMs = null;
       document.body.dataset.live = "live";
       setText(byId("live"), "live");
@@ -26,9 +32,31 @@ export class Mark {
     }
   }
 
+  // It has said how things are. Before that nothing is live.
+  told() {
+    this.#told = true;
+    this.heard();
+  }
+
+  // A question of this page has been answered, or still waits for that: what is shown without it is not the truth.
+  answered(question) {
+    if (this.#unanswered.delete(question)) this.heard();
+  }
+
+  unanswered(question, why) {
+    this.#unanswered.add(question);
+    this.lost(why);
+  }
+
   // Since when nothing new is known; null while all is well.
   get staleMs() {
     return this.#staleMs;
+  }
+
+  // News have stopped, until there are some again.
+  cut(why, sinceMs = this.#heardMs) {
+    this.#told = false;
+    this.lost(why, sinceMs);
   }
 
   lost(why, sinceMs = this.#heardMs) {
@@ -41,31 +69,26 @@ export class Mark {
     setText(byId("stale"), text);
     byId("stale").hidden = false;
   }
-
-  // The server is there, and its database is not.
-  away(sinceMs) {
-    this.#away = true;
-    this.lost("the server cannot reach its database", sinceMs);
-  }
-
-  back() {
-    this.#away = false;
-    this.heard();
-  }
 }
 
 // A page's questions to the API: asked again until they are answered, unless they are refused.
 export function asking(mark, load) {
   let timer = 0;
-  const run = async () => {
+  const run = oneAtATime(async () => {
     clearTimeout(timer);
     try {
       await load();
+      mark.answered(run);
     } catch (error) {
-      mark.lost(error.status ? error.message : "the server cannot be reached");
-      if (!(error.status < 500)) timer = setTimeout(run, ASK_AGAIN_MS);
+      if (error.status < 500) {
+        mark.answered(run);
+        mark.lost(error.message);
+      } else {
+        mark.unanswered(run, error.status ? error.message : "the server cannot be reached");
+        timer = setTimeout(run, ASK_AGAIN_MS);
+      }
     }
-  };
+  });
   return run;
 }
 
@@ -83,9 +106,8 @@ export class Stream {
     this.mark = mark;
     this.again = again;
     this.on = {
-      stale: (news) => mark.away(news.since_ms),
-      fresh: () => mark.back(),
-      end: () => mark.lost("the server stops"),
+      stale: (news) => mark.cut("the server cannot reach its database", news.since_ms),
+      end: () => mark.cut("the server stops"),
       ...on,
     };
     document.addEventListener("visibilitychange", () => this.#visibility());
@@ -118,19 +140,18 @@ export class Stream {
       if (answer.status === 401) return signIn();
       if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
       this.#retries = 0;
-      this.mark.back(); // if its database is away, it says so at once
       heard();
       if (this.#begun) this.again();
       this.#begun = true;
       await this.#read(answer.body.getReader(), heard);
-      this.mark.lost("the server has ended the stream");
+      this.mark.cut("the server has ended the stream");
     } catch (error) {
       if (abort.signal.reason === "hidden") {
-        this.mark.lost("this page was out of sight");
+        this.mark.cut("this page was out of sight");
       } else {
         const silent = abort.signal.reason === "silent";
         const answers = error.message?.startsWith("the server answers");
-        this.mark.lost(silent ? "the server is silent" : answers ? error.message : "the server cannot be reached");
+        this.mark.cut(silent ? "the server is silent" : answers ? error.message : "the server cannot be reached");
       }
     } finally {
       clearTimeout(silence);
@@ -169,8 +190,10 @@ export class Stream {
       else if (field === "id") this.#lastId = value;
     }
     if (!data.length) return;
-    const news = JSON.parse(data.join("\n"));
+    const news = parsed(data.join("\n"));
+    if (news === null) return;
     setNow(news.now_ms);
     this.on[kind]?.(news);
+    if (DATA.has(kind)) this.mark.told();
   }
 }

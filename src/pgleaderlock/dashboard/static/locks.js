@@ -1,11 +1,14 @@
 // The page of the locks: one page of them at a time, asked again and again, with the time that each has left.
 
-import { ask, byId, duration, h, isolated, later, now, number, plural, setAttribute, setText, whileVisible } from "./core.js";
+import {
+  ask, byId, duration, h, isolated, later, now, number, oneAtATime, plural, setAttribute, setText, whileVisible,
+} from "./core.js";
 import { Mark } from "./live.js";
 import { cell } from "./nodes.js";
 
 const PAGE = 50;
 const AGAIN_MS = 2000;
+const SLOW_MS = 5000;
 const ROUND_MS = [5, 10, 30, 60, 120, 300, 600].map((seconds) => 1000 * seconds);
 
 // How long a lease was for, nobody says: a bar is full at the next round time.
@@ -20,7 +23,7 @@ export function start() {
   let cursor = null;
   let next = null;
   let locks = [];
-  let asked = 0;
+  let askedMs = null; // since when an answer is waited for
 
   function row(lock) {
     return h("tr", { "data-lock": lock.lock_name },
@@ -70,10 +73,11 @@ export function start() {
   }
 
   async function load() {
-    const turn = ++asked;
-    const page = await ask("/v1/locks", { prefix: prefix.value, cursor, limit: PAGE });
-    if (turn !== asked) return;
-    mark.heard();
+    const fields = { prefix: prefix.value, cursor, limit: PAGE };
+    askedMs = now();
+    const page = await ask("/v1/locks", fields);
+    mark.told();
+    if (prefix.value !== fields.prefix || cursor !== fields.cursor) return; // somebody has gone on, and that is asked next
     setText(byId("nothing"), "No lock here.");
     ({ locks, next_cursor: next } = page);
     remember();
@@ -82,16 +86,17 @@ export function start() {
 
   function refused(error) {
     if (error.status === 400 || error.status === 403) {
+      mark.told();
       locks = []; // the server is there, and does not show this to us
       next = null;
       draw();
       setText(byId("nothing"), `Refused: ${error.message}.`);
     } else {
-      mark.lost(error.status ? error.message : "the server cannot be reached");
+      mark.cut(error.status ? error.message : "the server cannot be reached");
     }
   }
 
-  const reload = () => load().catch(refused);
+  const reload = oneAtATime(() => load().catch(refused).finally(() => (askedMs = null)));
   const turnTo = (where) => {
     cursor = where;
     reload();
@@ -115,6 +120,9 @@ export function start() {
   cursor = new URLSearchParams(location.search).get("cursor");
   if (cursor !== null) before.push(null);
   reload();
-  whileVisible(AGAIN_MS, reload);
+  whileVisible(AGAIN_MS, () => {
+    if (askedMs === null) reload(); // asked again while it is slow, it would only be slower
+    else if (now() - askedMs > SLOW_MS) mark.cut("the server is slow to answer");
+  });
   whileVisible(250, tick);
 }

@@ -38,6 +38,7 @@ export function start() {
   const mark = new Mark();
   let shown = [];
   let takenMs = now();
+  let toldMs = 0; // by the stream, which may overtake an answer
 
   function take({ nodes, now_ms: nowMs }) {
     takenMs = nowMs;
@@ -64,12 +65,16 @@ export function start() {
       page = await ask("/v1/nodes", { cursor: page?.next_cursor });
       nodes.push(...page.nodes);
     } while (page.next_cursor && nodes.length < NODES_MAX);
-    take({ nodes, now_ms: page.now_ms });
+    if (page.now_ms >= toldMs) take({ nodes, now_ms: page.now_ms });
     localTimes();
   }
 
   const reload = asking(mark, load);
   reload();
-  new Stream(mark, { nodes: take, reload });
+  const told = (news) => {
+    toldMs = news.now_ms;
+    take(news);
+  };
+  new Stream(mark, { nodes: told, reload });
   whileVisible(250, tick);
 }

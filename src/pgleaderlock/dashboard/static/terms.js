@@ -80,10 +80,16 @@ function join(into, item, kind) {
 // Where the axis has its marks: at round times, and not closer than they can be read.
 const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 
-export function ticks(fromMs, toMs, widthPx, apartPx, offsetMs) {
+// `offsetAt`: how far the clock on the wall is ahead of UTC at a moment: not the same in summer and in winter.
+export function ticks(fromMs, toMs, widthPx, apartPx, offsetAt) {
   const leastS = ((toMs - fromMs) / 1000) * (apartPx / Math.max(1, widthPx));
   const stepMs = 1000 * (STEPS_S.find((step) => step >= leastS) ?? STEPS_S.at(-1));
   const marks = [];
-  for (let at = Math.ceil((fromMs + offsetMs) / stepMs) * stepMs - offsetMs; at <= toMs; at += stepMs) marks.push(at);
+  const fixedMs = stepMs < 21_600_000 ? offsetAt(toMs) : null; // hours go on evenly, days begin at midnight
+  for (let wallMs = Math.ceil((fromMs + (fixedMs ?? offsetAt(fromMs))) / stepMs) * stepMs - stepMs; ; wallMs += stepMs) {
+    const at = wallMs - (fixedMs ?? offsetAt(wallMs - offsetAt(wallMs)));
+    if (at > toMs) break;
+    if (at >= fromMs) marks.push(at);
+  }
   return { stepMs, marks };
 }

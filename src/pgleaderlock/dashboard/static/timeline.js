@@ -1,6 +1,6 @@
 // The lanes: one a role, all on one axis. Terms are asked for only where somebody looks, and forgotten again.
 
-import { ask, byId, clockText, dateText, duration, h, momentText, now, plural, setAttribute } from "./core.js";
+import { askTerms, byId, clockText, dateText, duration, h, momentText, now, plural, setAttribute } from "./core.js";
 import { colourOf } from "./colours.js";
 import { items, segments, ticks } from "./terms.js";
 
@@ -82,8 +82,8 @@ export class Timeline {
     this.#drawnMs = now();
     const axis = byId("axis");
     const widthPx = axis.clientWidth;
-    const offsetMs = -60_000 * new Date().getTimezoneOffset();
-    const { stepMs, marks } = ticks(this.fromMs, this.toMs, widthPx, 76, offsetMs);
+    const offsetAt = (ms) => -60_000 * new Date(ms).getTimezoneOffset();
+    const { stepMs, marks } = ticks(this.fromMs, this.toMs, widthPx, 76, offsetAt);
     const words = (ms) => (stepMs >= 86_400_000 ? dateText(ms).slice(5) : clockText(ms).slice(0, stepMs < 60_000 ? 8 : 5));
     const at = (ms) => ((ms - this.fromMs) / this.spanMs) * widthPx;
     const labels = marks.map((ms) => {
@@ -139,7 +139,7 @@ export class Timeline {
       let cursor = null;
       do {
         const range = { from_ms: Math.floor(fromMs), to_ms: toNow ? null : Math.ceil(toMs), limit: PAGE, cursor };
-        const page = await ask(`/v1/leaders/${encodeURIComponent(row.role)}/terms`, range);
+        const page = await askTerms(row.role, range);
         terms.push(...page.terms);
         cursor = page.next_cursor;
       } while (cursor && terms.length < TERMS_MAX);
