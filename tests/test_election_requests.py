@@ -12,7 +12,7 @@ from pgleaderlock import LeaderElection, LockState, key_pair
 from pgleaderlock._session import DedicatedSession
 from pgleaderlock.ledger import Beat, Ledger
 from support.elections import HASTY, PATIENT, STEADY, Story, admin, bounded, ledger_dsns, one, opens, until
-from support.server_side import holders
+from support.server_side import holders, terminate
 
 # A node that does not listen and looks seldom: whoever listens would win before it, if nobody held back.
 LAST_BEAT = (
@@ -219,6 +219,22 @@ async def test_a_role_that_nobody_leads_and_a_node_that_is_not_there_are_nothing
     assert hand.events() == []
 
 
+async def test_what_was_asked_of_a_term_that_was_lost_is_not_asked_of_the_next(
+    node: Callable[..., LeaderElection], node_dsn: str, hand: Hand, name: str
+) -> None:
+    role = f"{name}-role"
+    async with node("leads") as leads:
+        await opens(leads, role)
+        with leads.gate(role).acting():
+            asked = hand.step_down(role)
+            await until(lambda: leads.draining(role))
+            terminate(node_dsn, key_pair(role, name))
+            assert await hand.settled(asked) == ("done", "leads leads it")
+        await until(lambda: leads.gate(role).current_epoch == 2)
+        assert leads._roles[role].requests == []
+        assert leads.state(role) is LockState.LEADER
+
+
 # --- Of a node
 
 
@@ -320,14 +336,13 @@ async def test_a_drain_that_an_earlier_session_was_asked_for_is_obeyed_by_the_ne
         await until(lambda: hand.session("deaf")["session_id"] > before["session_id"])
         engine = deaf._engine
         assert engine is not None
-        engine.wake("requested")
-        assert (await hand.settled(asked))[0] == "done"
 
         def recorded() -> bool:
             engine.wake("requested")
             return bool(hand.session("deaf")["draining"])
 
         await until(recorded)
+        assert (await hand.settled(asked))[0] == "done"
         assert deaf.drained(role)
 
 

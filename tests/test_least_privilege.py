@@ -243,6 +243,24 @@ def test_who_has_given_a_role_up_reserves_it_for_nobody(
     assert request(superuser, asked) == UNTOUCHED
 
 
+def test_who_has_given_a_role_up_does_not_shorten_the_wait_of_the_next(
+    plain: str, superuser: str, hand: psycopg.Connection[tuple[Any, ...]], role: str
+) -> None:
+    """The one before it may still act: its successor waits for that, whatever is said afterwards."""
+    SilentLeader(plain, role, lease_s=600.0).conn.close()
+    own, keys = open_session(hand), key_pair(role)
+    hand.execute("SELECT pg_advisory_lock(%s, %s)", keys)
+    bump = "SELECT outcome FROM pgleaderlock.bump(%s, ARRAY[%s], ARRAY[%s], ARRAY[%s], 0, 'c')"
+    assert hand.execute(bump.encode(), (own, role, *keys)).fetchall() == [("won",)]
+    end = "SELECT pgleaderlock.end_term(%s, ARRAY[%s], ARRAY[2::bigint], ARRAY[false], 'released')"
+    hand.execute(end.encode(), (own, role))
+    hand.execute("SELECT pgleaderlock.tick(%s, ARRAY[%s], NULL)", (own, role))
+    assert one(superuser, "SELECT ended, wait_t FROM pgleaderlock.leaders WHERE role = %s", role) == {
+        "ended": True,
+        "wait_t": 600.0,
+    }
+
+
 def test_a_bump_under_an_old_snapshot_is_refused(hand: psycopg.Connection[tuple[Any, ...]], role: str) -> None:
     own, keys = open_session(hand), key_pair(role)
     hand.execute("SELECT pg_advisory_lock(%s, %s)", keys)
