@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -177,7 +178,7 @@ async def steady(dsn: str) -> list[Figure]:
         Figure(
             "1,000 roles on 5 nodes: processor of a node, of one core",
             f"{min(cpu):.2f} to {max(cpu):.2f} %",
-            f"{where}, over {took_s:.0f} s",
+            f"{where}, over {took_s:.0f} s; load average of the machine {os.getloadavg()[0]:.1f}",
             max(cpu),
             2.0,
             "%",
