@@ -151,12 +151,18 @@ async def test_a_library_of_the_second_version_works_on_a_ledger_of_the_third(
         assert await today.gate("role").wait_open(WAIT_S)
         monkeypatch.setattr(ledger, "OPERATIONS", 99)
         async with LeaderElection(database, "role", node_id="older", **QUICK) as older:
-            await today.step_down("role")
+            assert await today.drain(timeout_s=WAIT_S)  # so that it is not quicker
             assert await older.gate("role").wait_open(WAIT_S)
+            led = older.gate("role").token
+            assert led is not None
             async with await psycopg.AsyncConnection.connect(database, autocommit=True) as dba:
                 await dba.execute("SELECT pgleaderlock.request_step_down('role', 'pgleaderlock', NULL, 'pgleaderlock')")
-                assert await today.gate("role").wait_open(WAIT_S)
-                done = await (await dba.execute("SELECT outcome FROM pgleaderlock.requests")).fetchall()
+                await asyncio.wait_for(older.gate("role").wait_over(led), WAIT_S)
+                done: list[tuple[str | None]] = [(None,)]
+                async with asyncio.timeout(WAIT_S):
+                    while done == [(None,)]:  # written down behind the release
+                        await asyncio.sleep(0.01)
+                        done = await (await dba.execute("SELECT outcome FROM pgleaderlock.requests")).fetchall()
     assert done == [("done",)]
 
 
