@@ -79,6 +79,8 @@ Item = Apply | Ticket | Call | Cancel | Tick | Stop
 SLOW_S = 0.005
 """A transaction that took longer than this was not one for the loop's thread."""
 SLOW_REMEMBERED_S = 1.0
+CROWD_REMEMBERED_S = 0.05
+"""Where several come at once, more are to be expected: a sync for one of them would hold up all others."""
 SLOW_FACTOR = 50
 """After a transaction that hung, the loop tries again so many times later: it loses a fiftieth of its time at most."""
 
@@ -114,7 +116,7 @@ class Writer:
         self._gathered: list[Apply] = []
         self._outstanding = 0
         self._one_was_here = False
-        self._crowded = False
+        self._crowded_until = 0.0
         self._slow_until = 0.0
         self._turn = threading.Lock()
         """Held by whichever thread uses the connection and the locks."""
@@ -170,14 +172,15 @@ class Writer:
         # Whoever was cancelled meanwhile wants nothing any more.
         gathered = [request for request in self._gathered if not request[0].cancelled()]
         self._gathered.clear()
-        self._crowded = len(gathered) > 1
+        if len(gathered) > 1 or self._outstanding:
+            self._crowded_until = self._loop.time() + CROWD_REMEMBERED_S
         for request in gathered:
             self.put(request)
 
     def _is_quiet(self) -> bool:
         """Nothing is under way, nor was it crowded a moment ago, and nothing but a short transaction is to be done."""
-        busy = self._outstanding > 0 or self._one_was_here or self._crowded or self._log_doubtful or self._log.overdue
-        return not busy and self._loop.time() >= self._slow_until
+        busy = self._outstanding > 0 or self._one_was_here or self._log_doubtful or self._log.overdue
+        return not busy and self._loop.time() >= max(self._slow_until, self._crowded_until)
 
     def _do_here(self, request: Apply) -> None:
         began = time.monotonic()
