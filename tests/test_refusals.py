@@ -84,7 +84,7 @@ async def test_behind_an_allowed_pooler_two_clients_of_one_backend_never_both_le
     dsn: str, pgbouncer: StartPooler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The check at the start is taken out, as if a busy pool had fooled it: the statement itself must still refuse.
-    monkeypatch.setattr("pgleaderlock._session.DedicatedSession._backend_is_shared", _never)
+    monkeypatch.setattr("pgleaderlock._session.backend_is_shared", _never)
     through = pgbouncer(dsn, "transaction", default_pool_size="1")
     name = fresh_name()
     first = LeaderLock.for_name(through, name, allow_pooler=True, health_interval_s=3600)
@@ -95,7 +95,7 @@ async def test_behind_an_allowed_pooler_two_clients_of_one_backend_never_both_le
         assert isinstance(error, UnsafeSessionError)
 
 
-async def _never(_self: object) -> bool:
+async def _never(*_: object) -> bool:
     return False
 
 

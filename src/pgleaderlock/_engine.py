@@ -266,10 +266,10 @@ class Engine:
         self._beat_due_at = sent_at + self._settings.heartbeat_interval_s * self._rng.uniform(0.8, 1.2)
         if (beat.roles, beat.epochs) != (len(led), sum(role.epoch or 0 for role in led)):
             await self._reconcile(led)
-        # Only now: whoever took an epoch from us counts from the beat before this one.
-        if acked_at < sent_at + self._settings.gate_s:
-            for role in led:
-                role.gate.renew(sent_at + self._settings.gate_s)
+        # Only now: whoever took an epoch from us counts from the beat before this one. An answer that came too late
+        # renews nothing: its deadline is past already.
+        for role in led:
+            role.gate.renew(sent_at + self._settings.gate_s)
         await self._requests.obey(beat)
 
     async def _reconcile(self, led: list[Role]) -> None:

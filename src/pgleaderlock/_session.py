@@ -13,10 +13,8 @@ callbacks.
 """
 
 import asyncio
-import contextlib
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, overload
@@ -25,19 +23,18 @@ import psycopg
 from psycopg import pq
 from psycopg.rows import BaseRowFactory, dict_row
 
+from pgleaderlock._connect import connect, patience_s, resolved, sever
 from pgleaderlock._conninfo import (
-    CONNECT_TIMEOUT_S,
     REQUIRED,
     ConnectionSettings,
     Dsn,
     connect_params,
-    resolve,
     scrub,
 )
+from pgleaderlock._pool_check import backend_is_shared
 from pgleaderlock._refusals import connect_error, pooler_error, safe_cause, standby_error, statement_error
 from pgleaderlock._sql import statement
 from pgleaderlock.errors import (
-    ConfigurationError,
     ConnectionError,
     LockError,
     PgLeaderLockError,
@@ -52,8 +49,6 @@ Row = TypeVar("Row")
 VERSION_MIN = 140000
 SEVER_TIMEOUT_S = 1.0
 ZOMBIE_WAIT_MS = 1000
-POOL_CHECK_TIMEOUT_S = 1.0
-UNLIMITED_CONNECT_S = 130.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +125,14 @@ class DedicatedSession:
     @classmethod
     async def open(cls, dsn: Dsn, settings: ConnectionSettings) -> "DedicatedSession":
         """Connect, or raise `ConnectionError` with a text that names the remedy and no secret."""
-        params = connect_params(await _resolved(dsn), settings)
+        params = connect_params(await resolved(dsn), settings)
         try:
-            async with asyncio.timeout(_patience_s(params)):
-                connection = await psycopg.AsyncConnection.connect(
-                    "",
-                    autocommit=True,
-                    prepare_threshold=None,
-                    cursor_factory=psycopg.AsyncClientCursor,
-                    row_factory=dict_row,
-                    **params,  # type: ignore[arg-type]  # every value is text, which is one of the accepted types
-                )
+            async with asyncio.timeout(patience_s(params)):
+                connection = await connect(params)
         except psycopg.Error as error:
             raise connect_error(error, params) from safe_cause(error, params)
         except TimeoutError:
-            raise ConnectionError(f"the server did not answer within {_patience_s(params):g} s") from None
+            raise ConnectionError(f"the server did not answer within {patience_s(params):g} s") from None
         except Exception as error:  # a resolver that fails in its own way
             raise ConnectionError(f"cannot connect: {scrub(str(error), params)}") from safe_cause(error, params)
         session = cls(connection, params, settings)
@@ -171,41 +159,13 @@ class DedicatedSession:
 
     async def _set_up_behind_pooler(self) -> None:
         self._backend_pid = (await self._run("same_backend"))["backend_pid"]
-        if await self._backend_is_shared():
+        if await backend_is_shared(self._params, self._backend_pid):
             raise UnsafeSessionError(
                 "pooler",
                 "the pooler hands one server session to several clients (pool_mode transaction or statement), where a "
                 "lock excludes nobody: use pool_mode=session or connect to PostgreSQL itself",
             )
         await self._run("set_up_pooled", **self._timeouts_ms())
-
-    async def _backend_is_shared(self) -> bool:
-        """Does a second client of the pooler, inside a transaction, get the backend that is ours?
-
-        A pool in session mode never does that. A pool that has no free session makes the second client wait, which
-        shows as well that ours is not free; so no answer in time counts as "not shared". Every later probe looks again.
-        """
-        try:
-            async with asyncio.timeout(POOL_CHECK_TIMEOUT_S):
-                other = await psycopg.AsyncConnection.connect("", **self._params)  # type: ignore[arg-type]
-        except (psycopg.Error, TimeoutError):
-            return False
-        try:
-            async with asyncio.timeout(POOL_CHECK_TIMEOUT_S):
-                # Not autocommit: psycopg opens a transaction first, which a pool in statement mode refuses.
-                row = await (await other.execute(statement("same_backend"))).fetchone()
-            return row is not None and row[0] == self._backend_pid
-        except TimeoutError:
-            return False
-        except psycopg.Error as error:
-            return "statement pooling" in str(error) or "transaction" in str(error)
-        finally:
-            # Rolled back, not cut: a pooler ends the server session of a client that vanishes inside a transaction, and
-            # in a shared pool that session may be a leader's.
-            with contextlib.suppress(psycopg.Error, TimeoutError):
-                async with asyncio.timeout(POOL_CHECK_TIMEOUT_S):
-                    await other.rollback()
-            await other.close()
 
     # --- The statements
 
@@ -355,7 +315,7 @@ class DedicatedSession:
         return await cursor.fetchall()
 
     async def _abandon(self, inner: "asyncio.Future[list[Any]]") -> None:
-        _sever(self._connection)
+        sever(self._connection)
         if not inner.done():
             await asyncio.wait([inner], timeout=SEVER_TIMEOUT_S)
         inner.cancel()
@@ -373,7 +333,7 @@ class DedicatedSession:
         if self._running is not None and not self._running.done():
             # Somebody gave up on a statement in the middle of giving up on it. libpq must not be taken from under it:
             # it is cut, and its memory goes when it has noticed.
-            _sever(self._connection)
+            sever(self._connection)
             self._running.add_done_callback(lambda _: self._connection.pgconn.finish())
             return
         await self._connection.close()
@@ -457,37 +417,6 @@ def _seconds(setting: str) -> float:
     """A time as `current_setting` shows it: `500ms`, `1s`, `2min`."""
     match = re.fullmatch(r"(\d+)(us|ms|s|min|h|d)?", setting)
     return float(match[1]) * _UNITS_S[match[2] or "ms"] if match else 1.0
-
-
-async def _resolved(dsn: Dsn) -> str:
-    """The DSN as text; a callable that fails or hangs is named, but never quoted: its text may hold the secret."""
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            return await resolve(dsn)
-    except ConfigurationError:
-        raise
-    except TimeoutError:
-        raise ConnectionError(f"the DSN callable did not return within {CONNECT_TIMEOUT_S} s") from None
-    except Exception as error:
-        raise ConnectionError(f"the DSN callable failed with {type(error).__name__}") from None
-
-
-def _patience_s(params: Mapping[str, str]) -> float:
-    """psycopg gives each host its connect_timeout; names may resolve to several addresses."""
-    hosts = max(params.get(key, "").count(",") + 1 for key in ("host", "hostaddr"))
-    try:
-        each_s = float(params.get("connect_timeout", CONNECT_TIMEOUT_S))
-    except ValueError:
-        each_s = CONNECT_TIMEOUT_S
-    if each_s <= 0:  # libpq's word for "no limit", which psycopg bounds at about two minutes
-        each_s = UNLIMITED_CONNECT_S
-    return max(2.0, each_s) * hosts + 1.0
-
-
-def _sever(connection: psycopg.AsyncConnection[Any]) -> None:
-    """End the stream in both directions without closing the descriptor, so that whoever waits on it wakes up."""
-    with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
-        twin.shutdown(socket.SHUT_RDWR)
 
 
 def _retrieve(future: "asyncio.Future[Any]") -> None:

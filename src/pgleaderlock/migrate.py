@@ -18,8 +18,8 @@ from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
-from psycopg.rows import dict_row
 
+from pgleaderlock._connect import connect
 from pgleaderlock._conninfo import CONNECT_TIMEOUT_S, Dsn, check_dsn, resolve, scrub
 from pgleaderlock._refusals import connect_error, safe_cause, standby_error
 from pgleaderlock._sql import statement
@@ -230,14 +230,7 @@ async def _connected(dsn: Dsn) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
 
 async def _connect(params: Mapping[str, str]) -> psycopg.AsyncConnection[Any]:
     try:
-        conn = await psycopg.AsyncConnection.connect(
-            "",
-            autocommit=True,
-            prepare_threshold=None,
-            cursor_factory=psycopg.AsyncClientCursor,
-            row_factory=dict_row,
-            **params,  # type: ignore[arg-type]  # every value is text, which is one of the accepted types
-        )
+        conn = await connect(params)
     except psycopg.Error as error:
         raise connect_error(error, params) from safe_cause(error, params)
     # What the DBA chose as a default would let us read what was true before the lock, or write nothing.

@@ -17,8 +17,8 @@ from typing import Any, Self
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
-from psycopg.rows import dict_row
 
+from pgleaderlock._connect import connect
 from pgleaderlock._conninfo import CONNECT_TIMEOUT_S, check_dsn, scrub
 from pgleaderlock._sql import statement
 from pgleaderlock.errors import ConnectionError, PgLeaderLockError, UnsafeSessionError
@@ -167,14 +167,7 @@ class Look:
         Without `autocommit` the first statement opens a transaction, which lasts as long as the connection.
         """
         try:
-            connection = await psycopg.AsyncConnection.connect(
-                "",
-                autocommit=autocommit,
-                prepare_threshold=None,  # a pooler may give the next statement to another backend
-                cursor_factory=psycopg.AsyncClientCursor,
-                row_factory=dict_row,
-                **params,  # type: ignore[arg-type]  # every value is text, which is one of the accepted types
-            )
+            connection = await connect(params, autocommit=autocommit)
         except psycopg.Error as error:
             text = f"cannot connect: {scrub(str(error), params)}"
             reason = _find(text)

@@ -3,22 +3,21 @@
 Nobody here waits for a database that is away: what cannot be asked is refused at once for a moment, and then tried
 again.
 
-Imports psycopg, `_conninfo`, `_sql` and `errors`. Must never write (the server is told so), and never put a secret of
-the DSN into an error.
+Imports psycopg, `_connect`, `_conninfo`, `_sql` and `errors`. Must never write (the server is told so), and never put a
+secret of the DSN into an error.
 """
 
 import asyncio
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
-from psycopg.rows import dict_row
 
+from pgleaderlock._connect import connect, sever
 from pgleaderlock._conninfo import Dsn, check_dsn, resolve, scrub
 from pgleaderlock._logging import get_logger
 from pgleaderlock._sql import statement
@@ -119,9 +118,7 @@ class Ledger:
     async def _cut(
         self, connection: psycopg.AsyncConnection[dict[str, Any]], asking: "asyncio.Future[list[dict[str, Any]]]"
     ) -> None:
-        # To cancel would make psycopg ask the silent server to cancel, and wait for that.
-        with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.fileno())) as twin:
-            twin.shutdown(socket.SHUT_RDWR)
+        sever(connection)
         await asyncio.wait([asking], timeout=SEVER_TIMEOUT_S)
         asking.cancel()
         with contextlib.suppress(psycopg.Error, asyncio.CancelledError):
@@ -147,14 +144,7 @@ class Ledger:
             raise psycopg.OperationalError(text)
         self._params = _params(await resolve(self._dsn))
         try:
-            return await psycopg.AsyncConnection.connect(
-                "",
-                autocommit=True,
-                prepare_threshold=None,
-                cursor_factory=psycopg.AsyncClientCursor,
-                row_factory=dict_row,
-                **self._params,  # type: ignore[arg-type]  # every value is text, which is one of the accepted types
-            )
+            return await connect(self._params)
         except psycopg.Error as error:
             self._away = (time.monotonic(), str(error))
             raise
