@@ -60,11 +60,11 @@ class Balancing:
 
     # --- Free roles
 
-    def allowed(self, wanted: list[Role], now: float) -> list[Role]:
+    def allowed(self, wanted_now: Callable[[], list[Role]], now: float) -> list[Role]:
         """Which of them this node may try now: those of its share, and those that others have left for too long."""
         if not self.on:
-            return wanted
-        free = [role for role in wanted if role.name in self._free_since]
+            return wanted_now()
+        free = [role for role in wanted_now() if role.name in self._free_since] if self._free_since else []
         if not free:
             return []
         mine = set(balance.choose(self._held(now), self._me, [role.name for role in free]))
@@ -82,7 +82,7 @@ class Balancing:
         if not self._free_since:
             return NEVER
         wanted = wanted_now()
-        allowed = {role.name for role in self.allowed(wanted, now)}
+        allowed = {role.name for role in self.allowed(lambda: wanted, now)}
         if any(name in allowed for name in self._free_since.keys() - before.keys()):
             return now  # it was only looked at this time
         return min((self._held_back_until(role) for role in wanted if role.name not in allowed), default=NEVER)

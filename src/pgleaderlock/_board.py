@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pgleaderlock._clock import Clock
 from pgleaderlock._logging import StructuredLogger
 from pgleaderlock._observers import Observers
-from pgleaderlock._roles import Role
+from pgleaderlock._roles import IN_TERM, Role
 from pgleaderlock.errors import ConnectionError
 from pgleaderlock.ledger import Identity, Ledger
 
@@ -54,6 +54,10 @@ class Board:
         if self.ledger is None:
             raise ConnectionError("there is no session")
         return self.ledger
+
+    def led(self) -> list[Role]:
+        """Those in a term of this node. Asked at every tick, and there may be a thousand."""
+        return [role for role in self.roles.values() if role.driver.state in IN_TERM]
 
     def nothing_held(self) -> bool:
         return not any(role.holds_lock for role in self.roles.values())

@@ -234,7 +234,6 @@ class ElectionRun(ElectionCallbacks):
             self._gates = {known: gate for known, gate in self._gates.items() if known != name}
             self._setup = self._setup.without_role(name)
             self._changes.forget(name)
-            self._told_looks.pop(name, None)
             self._known_roles.discard(name)
             self._observers.tell("role_removed", name)
         if (gone := self._gone.pop(name, None)) is not None:
@@ -344,18 +343,17 @@ class ElectionRun(ElectionCallbacks):
             self._home.call_soon_threadsafe(self._changes.tell, changed)
 
     def _suspects(self) -> "list[tuple[str, LeaderGate]]":
-        """All but what others lead as they did when we last told it: of a thousand roles at each tick, most of them."""
-        told, roles, suspects = self._told_looks, self._roles, []
-        for name, gate in self._gates.items():
-            if gate.token is not None:
-                told.pop(name, None)
-                suspects.append((name, gate))
-                continue
-            look = roles[name].look if name in roles else None
-            if name not in told or told[name] is not look:
-                told[name] = look
-                suspects.append((name, gate))
-        return suspects
+        """All but what others lead as they did when we last told it: of a thousand roles at each tick, most of them.
+
+        What this node leads itself, or nobody has looked at, has no look; and its gate may turn with the time alone.
+        """
+        looks = {name: role.look for name, role in self._roles.items()}
+        told, self._told_looks = self._told_looks, looks
+        return [
+            (name, gate)
+            for name, gate in self._gates.items()
+            if (look := looks.get(name)) is None or told.get(name) is not look
+        ]
 
     def _as_seen(self, name: str, gate: LeaderGate) -> Seen:
         token = gate.token

@@ -253,7 +253,7 @@ class Engine:
 
     async def _beat(self) -> None:
         sent_at = self._beat_at = self._clock.now()
-        led = [role for role in self._board.roles.values() if role.in_term]
+        led = self._board.led()
         settled = [role for role in led if not role.settled_told and role.settled_at <= sent_at]
         telling = self._requests.to_tell
         beat = await self._board.there().beat([role.name for role in settled], telling)
@@ -292,7 +292,7 @@ class Engine:
         """The session is gone, and every term with it: gates first, then everything else."""
         ledger, self._board.ledger = self._board.ledger, None
         self.acked_at = None
-        lost = [(role, role.epoch) for role in self._board.roles.values() if role.in_term]
+        lost = [(role, role.epoch) for role in self._board.led()]
         for role, _ in lost:  # all of them, before anybody is told of one
             role.gate.close("lost")
         for role, epoch in lost:
@@ -336,7 +336,7 @@ class Engine:
             due = [self._beat_due_at]  # the rest is not done any more: due for ever, it would leave the loop to nobody
         else:
             due = [self._beat_due_at, self._try_due_at, self._upkeep.due_at, self._balancing.due_at]
-        due_at = min([*due, *(self._next_turn(role, now) for role in self._board.roles.values() if role.in_term)])
+        due_at = min([*due, *self._turns(now)])
         if due_at <= now or (self._board.stopping and self._board.nothing_held()):
             self._woken.clear()
             await asyncio.sleep(0)
@@ -357,10 +357,10 @@ class Engine:
             self._releases.tell()
             self._announce()
 
-    def _next_turn(self, role: Role, now: float) -> float:
-        """When the gate of this role opens or shuts by itself, so that the change is announced then."""
-        turns = [turn for turn in (role.gate.opens_at, role.gate.deadline) if turn > now]
-        return min(turns, default=NEVER)
+    def _turns(self, now: float) -> list[float]:
+        """When gates open or shut by themselves, so that the change is announced then."""
+        gates = [role.gate for role in self._board.led()]
+        return [turn for gate in gates for turn in (gate.opens_at, gate.deadline) if turn > now]
 
     async def _say_goodbye(self) -> None:
         if self._board.ledger is not None:

@@ -44,8 +44,9 @@ class Releases:
     async def begin(self) -> None:
         """Shut the gates of what is to be given up, and wait for its work beside the ticks."""
         board, began, unbegun = self._board, [], {}
-        for role in board.roles.values():
-            if role.driver.state is LockState.LEADER and (board.stopping or role.release_asked or role.drained):
+        asked = [role for role in board.roles.values() if role.drained or role.release_asked or board.stopping]
+        for role in asked:
+            if role.driver.state is LockState.LEADER:
                 self._begin(role)
                 began.append(role)
             elif role.holds_lock and not role.in_term and (board.stopping or role.drained):

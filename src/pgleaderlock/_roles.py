@@ -15,9 +15,9 @@ from pgleaderlock.keys import KeyPair
 from pgleaderlock.ledger import Bump, History, Look, Request
 from pgleaderlock.models import LockState
 
-__all__ = ["LeaderInfo", "Role", "is_failover", "opens_at"]
+__all__ = ["IN_TERM", "LeaderInfo", "Role", "Sight", "is_failover", "opens_at"]
 
-# Asked of each of a thousand roles several times a tick.
+# The term has begun at the ledger, and has not ended there.
 IN_TERM = (LockState.LEADER, LockState.RELEASING)
 
 

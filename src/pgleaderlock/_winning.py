@@ -1,10 +1,11 @@
 """Winning, in its two statements: one takes the locks and looks at who holds the rest, a later one begins the terms.
 
-Two, because only a later one sees the last predecessor. Imports `_balancing`, `_board`, `_roles`, `ledger`, `_fsm`,
-`models` and `errors`.
+Two, because only a later one sees the last predecessor. Imports `_balancing`, `_board`, `_roles`, `ledger`, `keys`,
+`_fsm`, `models` and `errors`.
 """
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from pgleaderlock._balancing import Balancing
 from pgleaderlock._board import Board
@@ -13,6 +14,9 @@ from pgleaderlock._roles import Role, is_failover, opens_at
 from pgleaderlock.errors import ConnectionError, LockError
 from pgleaderlock.ledger import HOLD_S, Bump, Ledger
 from pgleaderlock.models import LeaderToken
+
+if TYPE_CHECKING:
+    from pgleaderlock.keys import KeyPair
 
 __all__ = ["Winning"]
 
@@ -37,6 +41,8 @@ class Winning:
         self._hurry = hurry
         self._failed = failed
         self._evicted: set[int] = set()
+        self._followed: Mapping[str, Role] = {}
+        self._keys: Mapping[str, KeyPair] = {}
 
     # --- The locks
 
@@ -50,20 +56,15 @@ class Winning:
     async def try_locks(self) -> float:
         """One statement for all of them; answers when the next one is due."""
         now = self._clock.now()
-        followed = {name: role for name, role in self._board.roles.items() if not role.holds_lock}
+        followed = self._follow()
         if not followed:
             return NEVER
         due_at = now + self._rng.uniform(*self._settings.acquire_delay_s)
-        self._board.trying = self._balancing.allowed(self.wanted(), now)
-        for role in self._board.trying:
+        self._board.trying = trying = self._balancing.allowed(self.wanted, now)
+        for role in trying:
             role.tried_at = now
-        trying = {role.name for role in self._board.trying}
         ledger = self._board.there()
-        looks = await ledger.try_and_look(
-            {name: role.keys for name, role in followed.items()},
-            {name: name in trying for name in followed},
-            look_closely=self._balancing.on,
-        )
+        looks = await ledger.try_and_look(self._keys, {role.name for role in trying}, look_closely=self._balancing.on)
         seen_at = self._clock.now()
         for look in looks:
             role = followed[look.role]
@@ -71,15 +72,23 @@ class Winning:
             role.holds_lock = look.granted
             if look.reserved:  # left to another node, for a moment and not for a whole delay of ours
                 due_at = min(due_at, seen_at + HOLD_S)
-            if role.name in trying and not look.granted:
+        for role in trying:
+            if not role.holds_lock:
                 self._board.observers.tell("attempted", role.name, "held")
-        self._board.trying = [role for role in self._board.trying if role.holds_lock]
+        self._board.trying = [role for role in trying if role.holds_lock]
         due_at = min(due_at, self._balancing.saw(self.wanted, seen_at))
         if self._settings.standby_wait_s > 0:
             due_at = await self._wait_at_the_server(ledger, due_at)
         if self._settings.evict_stale:
             await self._evict_silent(list(followed.values()))
         return due_at
+
+    def _follow(self) -> Mapping[str, Role]:
+        """The roles whose holders are looked at. While they are the same, the ledger answers with what is new only."""
+        followed = {name: role for name, role in self._board.roles.items() if not role.holds_lock}
+        if followed != self._followed:
+            self._followed, self._keys = followed, {name: role.keys for name, role in followed.items()}
+        return self._followed
 
     async def _wait_at_the_server(self, ledger: Ledger, due_at: float) -> float:
         """One slice, for the only role there is. It is parked again at once: the attempt has done its waiting there."""
@@ -164,6 +173,7 @@ class Winning:
         role.release_asked = role.drained  # though it may be resumed before the next tick: somebody waits for it
         from_other = is_failover(role, bump, own_instance=self._identity.instance, own_node_id=self._identity.node_id)
         role.look = None  # who held it before is no longer who holds it
+        self._followed = {}  # and what is seen of it next is new, whatever was seen before
         role.began_at = won_at
         # Whether there is a wait or not, the gate never outlives G from before the bump was sent.
         role.gate.open(token, opening, sent_at + self._settings.gate_s, draining=role.drained)

@@ -7,7 +7,7 @@ cancelled is only a warning), and then the session ends: nobody leads on a maybe
 Imports `_session`, `migrate` for the version, `keys`, `errors` and psycopg's rows. Knows no states and no time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +28,9 @@ HOLD_S = 2.0
 # How long a move of the balance keeps others from beginning one.
 MOVE_S = 30.0
 NO_HOLDER = dict.fromkeys(("beat", "holder_identity", "node_id", "lease_s", "backend_pid", "backend_start"))
+# What `ledger_try_and_look` marks roles with.
+GRANTED, ENDED, RESERVED, FOR_US = 1, 2, 4, 8
+NEVER_OLD = GRANTED | RESERVED
 # A few milliseconds' worth of rows: this is asked between two heartbeats.
 PRUNE_STEP = 200
 
@@ -130,10 +133,9 @@ class Ledger:
         self._channel = channel
         self.session_id = 0
         self.history: History = (0, 0)
-        self._tried: list[tuple[str, KeyPair]] = []
+        self._tried: Mapping[str, KeyPair] = {}
         self._tried_columns: dict[str, object] = {}
-        self._looks: dict[str, tuple[tuple[Any, ...], Look]] = {}
-        self._holders: dict[int | None, dict[str, Any]] = {}
+        self._seen: list[tuple[Any, ...]] = []
         self.has_operations = False
         """Whether the ledger is new enough for requests with outcomes, drained nodes, reservations and retention."""
 
@@ -179,42 +181,29 @@ class Ledger:
         return Beat(row["roles"], int(row["epochs"]), asked)
 
     async def try_and_look(
-        self, roles: Mapping[str, KeyPair], wanted: Mapping[str, bool], *, look_closely: bool = False
+        self, roles: Mapping[str, KeyPair], wanted: Collection[str], *, look_closely: bool = False
     ) -> list[Look]:
-        """Try the locks of the wanted roles, and look at the holders of all: closely, whether they are there at all."""
+        """Try the locks of the wanted roles, and look at the holders of all: closely, whether they are there at all.
+
+        Asked for the very same mapping again, it answers only with what is new, granted or reserved: of a thousand
+        roles, most are what they were half a second ago.
+        """
         name = "ledger_try_and_look"
         if self.has_operations:
             name = "ledger_try_and_look_closely" if look_closely else "ledger_try_and_look_3"
-        tried = [*roles.items()]
-        if tried != self._tried:
-            self._tried, self._tried_columns = tried, _columns(roles)
+        if roles is not self._tried:
+            self._tried, self._tried_columns, self._seen = roles, _columns(roles), []
         rows = await self.session.rows(
             name,
             tuple_row,
             **({"node_id": self._identity.node_id, "hold_s": HOLD_S} if self.has_operations else {}),
             namespace=self._identity.namespace,
             **self._tried_columns,
-            wanted="{" + ",".join(["t" if wanted[role] else "f" for role in roles]) + "}",
+            wanted="{" + ",".join(["t" if role in wanted else "f" for role in roles]) + "}",
         )
-        return self._put_together(rows)
-
-    def _put_together(self, rows: Sequence[tuple[Any, ...]]) -> list[Look]:
-        """Roles and their holders. Most of a thousand are what they were half a second ago: those looks serve again."""
-        holders: dict[int | None, dict[str, Any]] = {row[0]: row[4] for row in rows if row[1] is None}
-        same = {session_id for session_id, holder in holders.items() if holder == self._holders.get(session_id)}
-        same.add(None)  # nobody has ever led it
-        known, looks = self._looks, []
-        self._looks, self._holders = {}, holders
-        for row in rows:
-            if (role := row[1]) is None:
-                continue
-            before = known.get(role)
-            if before is None or before[0] != row or row[0] not in same:
-                # A record that is not there any more: it ended long ago, and was cleaned up.
-                before = (row, _look(row, holders.get(row[0], NO_HOLDER)))
-            self._looks[role] = before
-            looks.append(before[1])
-        return looks
+        seen, self._seen = self._seen, rows
+        names = list(roles)
+        return [look for row in rows if row[1] & NEVER_OLD or row not in seen for look in _looks(row, names)]
 
     async def bump(self, roles: Mapping[str, KeyPair], *, wait_ms: int = 0) -> list[Bump]:
         """Begin terms for roles whose locks an earlier statement has taken."""
@@ -351,18 +340,22 @@ class Ledger:
         return rows
 
 
-def _look(row: tuple[Any, ...], holder: Mapping[str, Any]) -> Look:
-    session_id, role, marks, epoch, _ = row
-    return Look(
-        role=role,
-        granted=bool(marks & 1),
-        epoch=epoch,
-        session_id=session_id,
-        ended=bool(marks & 2),
-        reserved=bool(marks & 4),
-        for_us=bool(marks & 8),
-        **holder,
-    )
+def _looks(row: tuple[Any, ...], names: Sequence[str]) -> Iterator[Look]:
+    """One row of the answer is about all roles of one holder that share their marks, each as `place:epoch`."""
+    session_id, marks, roles, holder = row
+    for role in roles.split(" "):
+        place, _, epoch = role.partition(":")
+        yield Look(
+            role=names[int(place) - 1],
+            granted=bool(marks & GRANTED),
+            epoch=int(epoch) if epoch else None,
+            session_id=session_id,
+            ended=bool(marks & ENDED),
+            reserved=bool(marks & RESERVED),
+            for_us=bool(marks & FOR_US),
+            # A record that is not there any more: it ended long ago, and was cleaned up.
+            **(holder or NO_HOLDER),
+        )
 
 
 def _columns(roles: Mapping[str, KeyPair]) -> dict[str, object]:

@@ -41,26 +41,26 @@ SELECT beat, roles, epochs, requests FROM pgleaderlock.beat(%(session_id)s, %(se
 -- One statement for all tries of a tick, and a look at who holds the rest. What is read here may be older than a grant
 -- of the same statement, so it never serves as the predecessor: that is read by the bump, a later statement. As a look
 -- it is safe: what it shows had been committed before the reply came. The try is evaluated once a row, never in a WHERE.
--- Here and in the next two there is one row a role, and then one a holder, whose role is NULL: of a thousand roles there
--- are few holders, and a long reply costs a standby more than all the rest. `marks` are 1 for a granted lock, 2 for a term
--- that has ended (or never was), 4 for what is left to another node, 8 for what is left to us. `Ledger` puts them together.
+-- Here and in the next two there is one row for all roles of one holder that share their marks, with the place of each
+-- role among those asked for, and its epoch, as text: of a thousand roles there are few holders, a long reply costs a
+-- standby more than all the rest, and one that reads like the last one need not be read. `marks` are 1 for a granted lock,
+-- 2 for a term that has ended (or never was), 4 for what is left to another node, 8 for what is left to us.
 WITH tried AS MATERIALIZED (
-    SELECT a.role, CASE WHEN a.wanted THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END AS granted
+    SELECT a.role, a.place, CASE WHEN a.wanted THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END AS granted
     FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
-         AS a (role, key1, key2, wanted)
-), looked AS MATERIALIZED (
-    SELECT t.*, l.epoch, l.session_id, l.ended IS DISTINCT FROM false AS ended
+         WITH ORDINALITY AS a (role, key1, key2, wanted, place)
+), looked AS (
+    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer AS marks,
+           string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
     FROM tried t
     LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
+    GROUP BY 1, 2
 )
-SELECT t.session_id, t.role, t.granted::integer + 2 * t.ended::integer AS marks, t.epoch, NULL::json AS holder
-FROM looked t
-UNION ALL
-SELECT s.session_id, NULL, NULL, NULL, json_build_object(
+SELECT t.session_id, t.marks, t.roles, CASE WHEN s.session_id IS NOT NULL THEN json_build_object(
            'beat', s.beat, 'holder_identity', s.holder_identity, 'node_id', s.node_id, 'lease_s', s.lease_s,
-           'backend_pid', s.backend_pid, 'backend_start', extract(epoch FROM s.backend_start)::text)
-FROM pgleaderlock.sessions s
-WHERE s.session_id IN (SELECT t.session_id FROM looked t)
+           'backend_pid', s.backend_pid, 'backend_start', extract(epoch FROM s.backend_start)::text) END AS holder
+FROM looked t
+LEFT JOIN pgleaderlock.sessions s ON s.session_id = t.session_id
 
 -- name: ledger_try_and_look_3
 -- The same where the ledger has version 3: what was given up for another node is left to it for a moment. One that does
@@ -70,25 +70,23 @@ WITH reserved AS MATERIALIZED (
     WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s
       AND r.released_at BETWEEN clock_timestamp() - %(hold_s)s * interval '1 second' AND clock_timestamp()
 ), tried AS MATERIALIZED (
-    SELECT a.role, r.role IS NOT NULL AS reserved,
+    SELECT a.role, a.place, r.role IS NOT NULL AS reserved,
            CASE WHEN a.wanted AND r.role IS NULL THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END AS granted
     FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
-         AS a (role, key1, key2, wanted)
+         WITH ORDINALITY AS a (role, key1, key2, wanted, place)
     LEFT JOIN reserved r ON r.role = a.role
-), looked AS MATERIALIZED (
-    SELECT t.*, l.epoch, l.session_id, l.ended IS DISTINCT FROM false AS ended
+), looked AS (
+    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer AS marks,
+           string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
     FROM tried t
     LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
+    GROUP BY 1, 2
 )
-SELECT t.session_id, t.role, t.granted::integer + 2 * t.ended::integer + 4 * t.reserved::integer AS marks, t.epoch,
-       NULL::json AS holder
-FROM looked t
-UNION ALL
-SELECT s.session_id, NULL, NULL, NULL, json_build_object(
+SELECT t.session_id, t.marks, t.roles, CASE WHEN s.session_id IS NOT NULL THEN json_build_object(
            'beat', s.beat, 'holder_identity', s.holder_identity, 'node_id', s.node_id, 'lease_s', s.lease_s,
-           'backend_pid', s.backend_pid, 'backend_start', extract(epoch FROM s.backend_start)::text)
-FROM pgleaderlock.sessions s
-WHERE s.session_id IN (SELECT t.session_id FROM looked t)
+           'backend_pid', s.backend_pid, 'backend_start', extract(epoch FROM s.backend_start)::text) END AS holder
+FROM looked t
+LEFT JOIN pgleaderlock.sessions s ON s.session_id = t.session_id
 
 -- name: ledger_try_and_look_closely
 -- The same for a node that balances. It tries only what it knows to be free, so it must see more: whether the backend of a
@@ -99,27 +97,25 @@ WITH reserved AS MATERIALIZED (
       AND r.released_at BETWEEN clock_timestamp() - %(hold_s)s * interval '1 second' AND clock_timestamp()
     GROUP BY r.role
 ), tried AS MATERIALIZED (
-    SELECT a.role, coalesce(NOT r.for_us, false) AS reserved, coalesce(r.for_us, false) AS for_us,
+    SELECT a.role, a.place, coalesce(NOT r.for_us, false) AS reserved, coalesce(r.for_us, false) AS for_us,
            CASE WHEN a.wanted AND coalesce(r.for_us, true) THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END AS granted
     FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
-         AS a (role, key1, key2, wanted)
+         WITH ORDINALITY AS a (role, key1, key2, wanted, place)
     LEFT JOIN reserved r ON r.role = a.role
-), looked AS MATERIALIZED (
-    SELECT t.*, l.epoch, l.session_id, l.ended IS DISTINCT FROM false AS ended
+), looked AS (
+    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer
+               + 8 * t.for_us::integer AS marks,
+           string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
     FROM tried t
     LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
+    GROUP BY 1, 2
 )
-SELECT t.session_id, t.role,
-       t.granted::integer + 2 * t.ended::integer + 4 * t.reserved::integer + 8 * t.for_us::integer AS marks, t.epoch,
-       NULL::json AS holder
-FROM looked t
-UNION ALL
-SELECT s.session_id, NULL, NULL, NULL, json_build_object(
+SELECT t.session_id, t.marks, t.roles, CASE WHEN s.session_id IS NOT NULL THEN json_build_object(
            'beat', s.beat, 'holder_identity', s.holder_identity, 'node_id', s.node_id, 'lease_s', s.lease_s,
            'backend_pid', s.backend_pid, 'backend_start', extract(epoch FROM s.backend_start)::text,
-           'gone', NOT EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid)))
-FROM pgleaderlock.sessions s
-WHERE s.session_id IN (SELECT t.session_id FROM looked t)
+           'gone', NOT EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid))) END AS holder
+FROM looked t
+LEFT JOIN pgleaderlock.sessions s ON s.session_id = t.session_id
 
 -- name: ledger_members
 -- Who shares the roles of this namespace out: candidates that balance and are not drained, by their record and their
