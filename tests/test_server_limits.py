@@ -118,12 +118,12 @@ def test_a_request_that_is_in_the_store_is_answered_before_the_end(tmp_path: Pat
     code = (
         "import asyncio, pathlib\n"
         "from pgleaderlock.server.store_sqlite import SqliteStore\n"
-        "real = SqliteStore.apply\n"
-        "async def apply(self, operations):\n"
+        "real = SqliteStore.submit\n"
+        "def submit(self, reply, operations):\n"
         f"    pathlib.Path({str(asked)!r}).touch()\n"
-        f"    while not pathlib.Path({str(go)!r}).exists(): await asyncio.sleep(0.01)\n"
-        "    return await real(self, operations)\n"
-        "SqliteStore.apply = apply"
+        f"    if pathlib.Path({str(go)!r}).exists(): real(self, reply, operations)\n"
+        "    else: asyncio.get_running_loop().call_later(0.01, submit, self, reply, operations)\n"
+        "SqliteStore.submit = submit"
     )
     with lock_server(tmp_path, code=code) as server, concurrent.futures.ThreadPoolExecutor() as threads:
         in_flight = threads.submit(acquire, server, "last")

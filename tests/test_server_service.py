@@ -44,6 +44,8 @@ SECRET = "host=db password=s3cret"
 class ObedientStore:
     """Raises `error` if it is set. `wait` returns what `answer` is given, and swallows a cancellation if told to."""
 
+    submit = None
+
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
         self.applied: list[Operation] = []
@@ -119,7 +121,7 @@ async def refusal_of(call: Awaitable[Any]) -> Refusal:
 
 async def test_a_busy_store_is_a_409_that_says_retry_and_is_counted() -> None:
     service, _, metrics = made(StoreBusy("locked"))
-    for call in (service.acquire(ACQUIRE), service.acquire_waiting(ACQUIRE, 10, never)):
+    for call in (service.one(ACQUIRE), service.acquire_waiting(ACQUIRE, 10, never)):
         answer = await call
         shown = json.loads(answer.body)
         assert (answer.status, shown["reason"], shown["acquired"]) == (409, "BUSY_RETRY", False)
@@ -135,8 +137,8 @@ async def test_a_busy_store_is_a_503_with_retry_after_for_everything_else() -> N
     renew, release = Renew("job", "w", "l", 1, 1), Release("job", "w", "l", 1)
     items = [wire.BatchRelease("job", "w", "l", 1)] * 3
     for op, call in {
-        "renew": service.renew(renew),
-        "release": service.release(release),
+        "renew": service.one(renew),
+        "release": service.one(release),
         "batch": service.batch(ANYONE, items),
         "get": service.get(ANYONE, "job"),
         "list": service.list_locks(ANYONE, "", None, 1),
@@ -152,7 +154,7 @@ async def test_a_busy_store_is_a_503_with_retry_after_for_everything_else() -> N
 async def test_a_broken_store_is_a_503_that_keeps_its_reason_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     service, _, metrics = made(StoreError(SECRET))
     for call in (
-        service.acquire(ACQUIRE),
+        service.one(ACQUIRE),
         service.acquire_waiting(ACQUIRE, 10, never),
         service.batch(ANYONE, [wire.BatchAcquire("job", "w", 1)]),
         service.get(ANYONE, "job"),
@@ -308,5 +310,5 @@ async def asked(service: Service, method: str, path: str, body: bytes) -> tuple[
 async def test_an_answer_is_what_the_service_says() -> None:
     service, _, _ = made()
     status, body = await asked(service, "POST", "/v1/locks/job/acquire", b'{"owner_id": "w", "ttl_ms": 1}')
-    answer: Answer = await service.acquire(ACQUIRE)
+    answer: Answer = await service.one(ACQUIRE)
     assert (status, body) == (answer.status, answer.body)

@@ -7,7 +7,7 @@ Imports msgspec. Must never put text of a request into a header unchecked, nor a
 """
 
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import msgspec
@@ -15,13 +15,16 @@ import msgspec
 __all__ = [
     "Answer",
     "ErrorReply",
+    "Header",
     "Message",
     "Receive",
     "Refusal",
     "Scope",
     "Send",
     "answer_of",
+    "defect",
     "echoed_request_id",
+    "header_lines",
     "send_answer",
     "start_of",
 ]
@@ -69,9 +72,20 @@ def answer_of(refusal: Refusal) -> Answer:
     return Answer(refusal.status, msgspec.json.encode(ErrorReply(refusal.error)), refusal.headers)
 
 
+def defect() -> Refusal:
+    """For what should never happen. What it was is for the log alone."""
+    text = "this request failed by a defect of the server: its log says more"
+    return Refusal(503, text, (b"retry-after", b"1"))
+
+
 def echoed_request_id(given: bytes | None) -> bytes | None:
     """The caller's X-Request-ID if it may be repeated in a header and a log line; otherwise it is left out."""
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
+
+
+def header_lines(headers: Iterable[Header]) -> bytes:
+    """As they are sent. Whether the connection goes on is for the connection to say."""
+    return b"".join([b"%s: %s\r\n" % header for header in headers if header[0] != b"connection"])
 
 
 def _start(status: int, *more: Header, content_type: bytes = _JSON) -> dict[str, Any]:
@@ -79,7 +93,12 @@ def _start(status: int, *more: Header, content_type: bytes = _JSON) -> dict[str,
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
-_PLAIN_STARTS = {status: _start(status) for status in (200, 409)}
+def _plain_start(status: int) -> dict[str, Any]:
+    start = _start(status)
+    return {**start, "lines": header_lines(start["headers"])}
+
+
+_PLAIN_STARTS = {status: _plain_start(status) for status in (200, 409)}
 
 
 def start_of(answer: Answer, request_id: bytes | None = None) -> Message:

@@ -6,8 +6,8 @@ the other in the order in which they came, everything has a bound, and a client 
 All of it happens on the event loop's own thread. A server that speaks HTTP in threads of its own costs every request
 two changes of thread, and one with a body four: more than an acquire takes beside its disk.
 
-Imports httptools, `answers` and the standard library. Must never keep more of a request than its bounds allow, and
-never answer out of turn.
+Imports httptools, `exchange`, `answers` and the standard library. Must never keep more of a request than its bounds
+allow, and never answer out of turn.
 """
 
 import asyncio
@@ -20,12 +20,16 @@ from typing import cast
 
 import httptools
 
-from pgleaderlock._http.answers import Message, Receive, Refusal, Scope, Send, answer_of, start_of
+from pgleaderlock._http.answers import Message, Receive, Refusal, Scope, Send, answer_of, header_lines, start_of
+from pgleaderlock._http.exchange import Exchange
 from pgleaderlock._logging import get_logger
 
-__all__ = ["App", "Connection", "Connections"]
+__all__ = ["App", "AtOnce", "Connection", "Connections"]
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+AtOnce = Callable[[Exchange], bool]
+"""Takes a request that has come as a whole, and answers it by `Exchange.answer`, now or later, without a task of its
+own. False leaves it to the application."""
 
 HEADER_LINES_MAX = 100
 BODY_BUFFER_BYTES_MAX = 256 * 1024
@@ -40,10 +44,7 @@ STALL_S = 30.0
 NEVER = float("inf")
 
 _FRAMING = (b"content-length", b"transfer-encoding")
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_LAST_CHUNK = b"0\r\n\r\n"
 _STATUS_LINES = {int(status): f"HTTP/1.1 {int(status)} {status.phrase}\r\n".encode() for status in HTTPStatus}
-_ASGI = {"version": "3.0"}
 
 _log = get_logger("pgleaderlock.server")
 
@@ -51,8 +52,17 @@ _log = get_logger("pgleaderlock.server")
 class Connections:
     """All connections of a server, and what they share."""
 
-    def __init__(self, app: App, *, header_timeout_s: float, header_bytes_max: int, scheme: str) -> None:
+    def __init__(
+        self,
+        app: App,
+        *,
+        header_timeout_s: float,
+        header_bytes_max: int,
+        scheme: str,
+        at_once: AtOnce | None = None,
+    ) -> None:
         self.app = app
+        self.at_once = at_once
         self.header_timeout_s = header_timeout_s
         self.header_bytes_max = header_bytes_max
         self.scheme = scheme
@@ -104,6 +114,7 @@ class Connection(asyncio.Protocol):
         self._declining = False
         self._arriving: Exchange | None = None
         self._answering: Exchange | None = None
+        self._beginning = False
         self._task: asyncio.Task[None] | None = None
         self._waiting: deque[Exchange] = deque()
         self._refusal: Refusal | None = None
@@ -123,7 +134,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
-        self._client = tuple(peer[:2]) if isinstance(peer, tuple) else None
+        self.client = tuple(peer[:2]) if isinstance(peer, tuple) else None
         self.shared.open.add(self)
         self.close_if_idle()
 
@@ -137,12 +148,15 @@ class Connection(asyncio.Protocol):
         self.shared.fewer.set()
 
     def data_received(self, data: bytes) -> None:
-        self._unparsed += data
+        self._unparsed = self._unparsed + data if self._unparsed else data
         self._parse()
 
     def _parse(self) -> None:
         while self._unparsed and not self.deaf and not self._is_enough():
-            piece, self._unparsed = self._unparsed[:PIECE_BYTES], self._unparsed[PIECE_BYTES:]
+            if len(piece := self._unparsed) <= PIECE_BYTES:
+                self._unparsed = b""
+            else:
+                piece, self._unparsed = piece[:PIECE_BYTES], piece[PIECE_BYTES:]
             self._unread_bytes += len(piece)
             try:
                 self._parser.feed_data(piece)
@@ -154,6 +168,8 @@ class Connection(asyncio.Protocol):
                 self._hear_no_more(ours if isinstance(ours, Refusal) else other)
             if self._unread_bytes > self.shared.header_bytes_max:
                 self._hear_no_more(self._long_header())
+            if self._waiting and self._answering is None:
+                self._begin_next()
         if self.deaf:
             self._unparsed = b""
         elif self._is_enough():
@@ -211,35 +227,17 @@ class Connection(asyncio.Protocol):
         self._in_head = False
         self._unread_bytes = 0
         self._head_deadline = NEVER
-        path, _, query = _origin_form(self._url).partition(b"?")
-        parser = self._parser
-        version = parser.get_http_version()
-        scope: Scope = {
-            "type": "http",
-            "asgi": _ASGI,
-            "http_version": version,
-            "method": parser.get_method().decode("ascii"),
-            "scheme": self.shared.scheme,
-            "path": path.decode("latin-1"),
-            "raw_path": path,
-            "query_string": query,
-            "root_path": "",
-            "headers": self._headers,
-            "client": self._client,
-        }
+        version = self._parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise Refusal(400, f"HTTP/1.1 is spoken here, not HTTP/{version}")
-        named = dict(self._headers)
-        if len(named) != len(self._headers) and sum(name == b"host" for name, _ in self._headers) > 1:
+        exchange = Exchange(self, self._parser.get_method(), _origin_form(self._url), version, self._headers)
+        if len(exchange.named) != len(self._headers) and sum(name == b"host" for name, _ in self._headers) > 1:
             raise Refusal(400, "there is more than one Host header")
-        self._declining = parser.should_upgrade()
-        again = version == "1.1" and parser.should_keep_alive() and not self._declining
-        exchange = Exchange(self, scope, keep_alive=again)
-        exchange.expects = version == "1.1" and named.get(b"expect", b"").lower() == b"100-continue"
+        self._declining = self._parser.should_upgrade()
+        exchange.keep_alive = version == "1.1" and self._parser.should_keep_alive() and not self._declining
+        exchange.expects = version == "1.1" and exchange.named.get(b"expect", b"").lower() == b"100-continue"
         self._arriving = exchange
         self._waiting.append(exchange)
-        if self._answering is None:
-            self._begin_next()
 
     def on_body(self, body: bytes) -> None:
         self._unread_bytes = 0
@@ -261,10 +259,17 @@ class Connection(asyncio.Protocol):
 
     def _begin_next(self) -> None:
         """The next request, or whatever this connection has come to."""
-        if self._waiting:
+        while self._waiting:
             self._answering = exchange = self._waiting.popleft()
-            self._task = self.shared.loop.create_task(self._answer(exchange))
-        elif self._refusal is not None:
+            if not self._begin_at_once(exchange):
+                self._task = self.shared.loop.create_task(self._answer(exchange))
+                return
+            if not exchange.answered:
+                return
+            self._answering = None
+            if self._was_the_last(exchange):
+                return
+        if self._refusal is not None:
             answer, self._refusal = answer_of(self._refusal), None
             self.write_whole(start_of(answer), answer.body, close=True)
             self._end(linger=True)
@@ -274,21 +279,44 @@ class Connection(asyncio.Protocol):
             self._head_deadline = self.shared.loop.time() + self.shared.header_timeout_s
             self.close_if_idle()
 
-    async def _answer(self, exchange: "Exchange") -> None:
+    def _begin_at_once(self, exchange: Exchange) -> bool:
+        """Without a task. A client that does not read its answers gets one, which waits for it."""
+        at_once = self.shared.at_once
+        if at_once is None or not exchange.complete or self._writable is not None:
+            return False
+        self._beginning = True
+        try:
+            return at_once(exchange)
+        finally:
+            self._beginning = False
+
+    async def _answer(self, exchange: Exchange) -> None:
         try:
             await self.shared.app(exchange.scope, exchange.receive, exchange.send)
         except Exception as error:
-            _log.error("application_failed", error, path=exchange.scope["path"])
+            _log.error("application_failed", error, path=exchange.path)
         finally:
-            self._answering = None
-            if not exchange.answered:  # else a client would wait for ever
-                self.abort()
-            elif not exchange.complete or not exchange.keep_alive:
-                # The rest of a body that nobody wants is no request.
-                self._end(linger=not exchange.complete or bool(self._waiting or self._unparsed))
-            else:
-                self._begin_next()
-                self.read_on()
+            self._go_on(exchange)
+
+    def answered(self, exchange: Exchange) -> None:
+        """By `at_once`. If it is still at it, whoever has called it goes on."""
+        if not self._beginning:
+            self._go_on(exchange)
+
+    def _go_on(self, exchange: Exchange) -> None:
+        self._answering = None
+        if not exchange.answered:  # else a client would wait for ever
+            self.abort()
+        elif not self._was_the_last(exchange):
+            self._begin_next()
+            self.read_on()
+
+    def _was_the_last(self, exchange: Exchange) -> bool:
+        if exchange.complete and exchange.keep_alive:
+            return False
+        # The rest of a body that nobody wants is no request.
+        self._end(linger=not exchange.complete or bool(self._waiting or self._unparsed))
+        return True
 
     def read_on(self) -> None:
         if not self.transport.is_closing():
@@ -300,9 +328,9 @@ class Connection(asyncio.Protocol):
         """As much has come as is kept: the rest waits in the kernel."""
         if self.deaf:
             return False  # read to its end, and thrown away
-        buffered = sum(len(exchange.body) for exchange in self._waiting)
-        if self._answering is not None:
-            buffered += len(self._answering.body)
+        buffered = len(self._answering.body) if self._answering is not None else 0
+        if self._waiting:
+            buffered += sum(len(exchange.body) for exchange in self._waiting)
         return buffered > BODY_BUFFER_BYTES_MAX or len(self._waiting) >= PIPELINE_MAX
 
     def _client_has_gone(self) -> None:
@@ -371,8 +399,8 @@ class Connection(asyncio.Protocol):
         self.write(b"".join(head))
 
     def _head(self, start: Message, *, close: bool) -> list[bytes]:
-        head = [_STATUS_LINES[start["status"]], self.shared.date()]
-        head += [b"%s: %s\r\n" % header for header in start["headers"] if header[0] != b"connection"]
+        lines = start.get("lines") or header_lines(start["headers"])
+        head = [_STATUS_LINES[start["status"]], self.shared.date(), lines]
         if close:
             head.append(b"connection: close\r\n")
         return head
@@ -394,95 +422,6 @@ class _BodyReader:
     def on_message_complete(self) -> None:
         self._connection.complete()
         self._connection.deaf = True
-
-
-class Exchange:
-    """One request and its answer: the `scope`, `receive` and `send` of ASGI."""
-
-    __slots__ = (
-        "_body_given", "_connection", "_start", "_streaming", "_woken", "answered", "body", "complete", "expects",
-        "gone", "keep_alive", "scope",
-    )  # fmt: skip
-
-    def __init__(self, connection: Connection, scope: Scope, *, keep_alive: bool) -> None:
-        self.scope = scope
-        self.keep_alive = keep_alive
-        self.expects = False
-        self.body = bytearray()
-        self.complete = False
-        """All of the request has come."""
-        self.gone = False
-        """Nothing more comes, and perhaps nobody listens."""
-        self.answered = False
-        self._connection = connection
-        self._body_given = False
-        self._start: Message | None = None
-        self._streaming = False
-        self._woken: asyncio.Future[None] | None = None
-
-    def take(self, body: bytes) -> None:
-        if not self.answered:
-            self.body += body
-            self.wake()
-
-    def wake(self) -> None:
-        if self._woken is not None and not self._woken.done():
-            self._woken.set_result(None)
-
-    async def receive(self) -> Message:
-        while not (self.body or self.complete or self.gone):
-            if self.expects:
-                self.expects = False
-                self._connection.write(_CONTINUE)
-            await self._change()
-        if self.body or (self.complete and not self._body_given):
-            body = bytes(self.body)
-            self.body.clear()
-            more = not self.complete
-            self._body_given = self.complete
-            if more:
-                self._connection.read_on()  # which may bring the rest, for the next call
-            return {"type": "http.request", "body": body, "more_body": more}
-        while not (self.gone or self.answered):
-            await self._change()
-        return {"type": "http.disconnect"}
-
-    async def _change(self) -> None:
-        self._woken = self._connection.shared.loop.create_future()
-        await self._woken
-
-    async def send(self, message: Message) -> None:
-        if self._start is None:
-            self._start = message
-            if not self.complete or self._connection.shared.stopping or (b"connection", b"close") in message["headers"]:
-                self.keep_alive = False
-            return
-        body, more = message["body"], message.get("more_body", False)
-        connection = self._connection
-        if not self._streaming and not more:
-            connection.write_whole(
-                self._start, body, close=not self.keep_alive, without_body=self.scope["method"] == "HEAD"
-            )
-        else:
-            self._stream(body, more=more)
-        if not more:
-            self.answered = True
-            self.wake()
-        await connection.writable()
-
-    def _stream(self, body: bytes, *, more: bool) -> None:
-        assert self._start is not None
-        chunked = self.scope["http_version"] == "1.1"
-        connection = self._connection
-        if not self._streaming:
-            self._streaming = True
-            connection.write_head(self._start, chunked=chunked, close=not self.keep_alive)
-        if self.scope["method"] == "HEAD":
-            return
-        if body:
-            connection.write(b"%x\r\n%s\r\n" % (len(body), body) if chunked else body)
-        if chunked and not more:
-            connection.write(_LAST_CHUNK)
 
 
 def _origin_form(target: bytes) -> bytes:

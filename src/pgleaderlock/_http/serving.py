@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pgleaderlock._http.http1 import App, Connection, Connections
+from pgleaderlock._http.http1 import App, AtOnce, Connection, Connections
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 
@@ -90,7 +90,12 @@ class HttpServer:
     """One application on one socket. `start`, then `stop`, each once."""
 
     def __init__(
-        self, app: App, listening: socket.socket, limits: ServingLimits | None = None, tls: Tls | None = None
+        self,
+        app: App,
+        listening: socket.socket,
+        limits: ServingLimits | None = None,
+        tls: Tls | None = None,
+        at_once: AtOnce | None = None,
     ) -> None:
         self._limits = limits or ServingLimits()
         self._listening = listening
@@ -100,6 +105,7 @@ class HttpServer:
             header_timeout_s=self._limits.header_timeout_s,
             header_bytes_max=self._limits.header_bytes_max,
             scheme="http" if tls is None else "https",
+            at_once=at_once,
         )
         self._handshakes: set[asyncio.Task[None]] = set()
         self._log = get_logger("pgleaderlock.server")

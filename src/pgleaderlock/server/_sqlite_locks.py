@@ -9,7 +9,7 @@ program has written, this connection from writing ever again.
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import apsw
 
@@ -29,11 +29,9 @@ from pgleaderlock.server.store import (
     Released,
     Renew,
     Renewed,
+    Reply,
     StoreFull,
 )
-
-if TYPE_CHECKING:
-    from asyncio import Future
 
 __all__ = ["MS", "Locks", "Run", "view"]
 
@@ -50,7 +48,7 @@ RENEWED_NOT, RELEASED, RELEASED_NOT = NotRenewed(), Released(), NotReleased()
 # A row as sqlite_find gives it:
 # owner_id, lease_id, fencing_token, ttl_ms, run, deadline_ns, lease_expiry_ns, version, idempotency_key
 Row = tuple[Any, ...]
-Answer = tuple["Future[Any]", Any]
+Answer = tuple[Reply, Any]
 
 
 class Run:
@@ -324,7 +322,7 @@ class Locks:
         )
         self.answers.append((twin.future, again))
 
-    def forget_answers(self) -> list["Future[Any]"]:
+    def forget_answers(self) -> list[Reply]:
         """Nothing of this transaction is true. Gives those who would have been told of it."""
         for _, outcome in self.answers:
             if isinstance(outcome, Granted) and not outcome.replayed:

@@ -31,7 +31,7 @@ from pgleaderlock.server._sqlite_file import Identity, explained, sql, sync_comm
 from pgleaderlock.server._sqlite_locks import Locks
 from pgleaderlock.server._sqlite_log import Log
 from pgleaderlock.server._sqlite_waiting import Ticket
-from pgleaderlock.server.store import Operation, Release, StoreError
+from pgleaderlock.server.store import Operation, Release, Reply, StoreError
 
 __all__ = ["Apply", "Call", "Cancel", "Tick", "Writer"]
 
@@ -41,7 +41,7 @@ CANCELS_OWED_MAX = 10_000
 RETRY_NS = 100_000_000
 """When to look again at the locks that somebody waits for, after a transaction that failed."""
 
-Apply = tuple["asyncio.Future[Any]", Sequence[Operation]]
+Apply = tuple[Reply, Sequence[Operation]]
 """A request of operations: the commonest item, and so the cheapest to make."""
 
 
@@ -84,7 +84,7 @@ CROWD_REMEMBERED_S = 0.05
 SLOW_FACTOR = 50
 """After a transaction that hung, the loop tries again so many times later: it loses a fiftieth of its time at most."""
 
-Answers = list[tuple["asyncio.Future[Any]", Any]]
+Answers = list[tuple[Reply, Any]]
 Settle = Callable[[Answers, int | None], None]
 
 
@@ -288,11 +288,10 @@ class Writer:
         """One item. What fails alone is answered alone; what has ended the transaction is raised."""
         locks = self._locks
         if type(item) is tuple:
-            future: asyncio.Future[Any] = item[0]
             try:
-                locks.answers.append((future, locks.apply(item[1])))
+                locks.answers.append((item[0], locks.apply(item[1])))
             except Exception as error:
-                self._fail_alone(future, error)
+                self._fail_alone(item[0], error)
         elif type(item) is Ticket:
             try:
                 locks.wait(item)
@@ -318,7 +317,7 @@ class Writer:
         self._connection.execute("RELEASE call")
         locks.serve_freed()
 
-    def _fail_alone(self, future: "asyncio.Future[Any]", error: Exception) -> None:
+    def _fail_alone(self, future: Reply, error: Exception) -> None:
         if not self._connection.in_transaction or isinstance(error, apsw.FullError | apsw.IOError | apsw.CorruptError):
             raise error
         self._locks.answers.append((future, explained(error, self._path)))

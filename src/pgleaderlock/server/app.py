@@ -20,15 +20,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
 
-from pgleaderlock._http.answers import Answer, Receive, Refusal, Scope, Send, answer_of, echoed_request_id, send_answer
+from pgleaderlock._http.answers import (
+    Answer,
+    Receive,
+    Refusal,
+    Scope,
+    Send,
+    answer_of,
+    defect,
+    echoed_request_id,
+    send_answer,
+)
 from pgleaderlock._http.bodies import ClientGone, Waits, check_json, read_body
+from pgleaderlock._http.exchange import Exchange
 from pgleaderlock._http.hosts import HostCheck
 from pgleaderlock._http.tokens import ANYONE, Caller, Tokens
 from pgleaderlock._logging import get_logger
 from pgleaderlock.server import wire
 from pgleaderlock.server.metrics import CONTENT_TYPE, Metrics
 from pgleaderlock.server.service import Service
-from pgleaderlock.server.store import Acquire, Release, Renew
+from pgleaderlock.server.store import Acquire, Operation, Release, Renew
 
 __all__ = ["BATCH_BYTES_MAX", "BODY_BYTES_MAX", "LockApp"]
 
@@ -44,7 +55,27 @@ _release_decoder = msgspec.json.Decoder(wire.ReleaseRequest)
 _break_decoder = msgspec.json.Decoder(wire.BreakRequest)
 _batch_decoder = msgspec.json.Decoder(wire.BatchRequest)
 
-_HotRoute = Callable[[str, bytes, Mapping[bytes, bytes], Receive], Awaitable[Answer]]
+_Read = Callable[[str, bytes | bytearray, Mapping[bytes, bytes]], tuple[Operation, int]]
+"""Lock name, body and headers become an operation, and how long it may wait."""
+
+
+def _read_acquire(name: str, body: bytes | bytearray, headers: Mapping[bytes, bytes]) -> tuple[Operation, int]:
+    asked = wire.decode(_acquire_decoder, body)
+    key = wire.idempotency_key_of(headers.get(b"idempotency-key"))
+    return Acquire(name, asked.owner_id, asked.ttl_ms, key), asked.wait_ms
+
+
+def _read_renew(name: str, body: bytes | bytearray, _headers: Mapping[bytes, bytes]) -> tuple[Operation, int]:
+    asked = wire.decode(_renew_decoder, body)
+    return Renew(name, asked.owner_id, asked.lease_id, asked.fencing_token, asked.extend_by_ms), 0
+
+
+def _read_release(name: str, body: bytes | bytearray, _headers: Mapping[bytes, bytes]) -> tuple[Operation, int]:
+    asked = wire.decode(_release_decoder, body)
+    return Release(name, asked.owner_id, asked.lease_id, asked.fencing_token), 0
+
+
+_READS: dict[bytes, _Read] = {b"acquire": _read_acquire, b"renew": _read_renew, b"release": _read_release}
 
 
 class LockApp:
@@ -72,11 +103,6 @@ class LockApp:
         self.in_flight = 0
         """Requests that have begun and are not answered yet."""
         self._answered = asyncio.Event()
-        self._hot: dict[bytes, _HotRoute] = {
-            b"acquire": self._acquire,
-            b"renew": self._renew,
-            b"release": self._release,
-        }
         self._router = Router(self._cold_routes(), redirect_slashes=False)
 
     def stop(self) -> None:
@@ -105,9 +131,12 @@ class LockApp:
             if self._log_each:
                 self._log_request(scope, answer, request_id, began)
         finally:
-            self.in_flight -= 1
-            if self._waits.stopping and not self.in_flight:
-                self._answered.set()
+            self._ended()
+
+    def _ended(self) -> None:
+        self.in_flight -= 1
+        if self._waits.stopping and not self.in_flight:
+            self._answered.set()
 
     async def _answer(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
         try:
@@ -124,54 +153,86 @@ class LockApp:
             return answer_of(Refusal(400, text, (b"connection", b"close")))
         except Exception as error:
             self._log.error("request_failed", error, path=scope["path"], method=scope["method"])
-            text = "this request failed by a defect of the server: its log says more"
-            return answer_of(Refusal(503, text, (b"retry-after", b"1")))
+            return answer_of(defect())
 
     async def _route(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
-        self._check_host(headers.get(b"host"))
         path: bytes = scope["raw_path"]
-        caller = ANYONE
-        if self._tokens is not None and path not in _OPEN_PATHS:
-            caller = self._tokens.caller(headers.get(b"authorization"))
+        caller = self._admit(path, headers)
         if scope["method"] == "POST":
-            parts = path.split(b"/", 5)
-            if len(parts) == 5 and parts[2] == b"locks" and parts[1] == b"v1":
-                hot = self._hot.get(parts[4])
-                if hot is not None:
-                    lock_name = wire.lock_name_of(parts[3])
-                    self._service.check_allowed(caller, lock_name)
-                    check_json(headers, BODY_BYTES_MAX)
-                    body = await read_body(receive, self._waits, BODY_BYTES_MAX)
-                    return await hot(lock_name, body, headers, receive)
-            elif path == b"/v1/batch":
+            asked = self._hot(path)
+            if asked is not None:
+                read, raw_name = asked
+                lock_name = self._admit_lock(caller, raw_name, headers)
+                body = await read_body(receive, self._waits, BODY_BYTES_MAX)
+                operation, wait_ms = read(lock_name, body, headers)
+                return await self._carry_out(operation, wait_ms, receive)
+            if path == b"/v1/batch":
                 check_json(headers, BATCH_BYTES_MAX)
                 batch = wire.decode(_batch_decoder, await read_body(receive, self._waits, BATCH_BYTES_MAX))
                 return await self._service.batch(caller, batch.operations)
         return await self._cold(scope, receive, caller)
 
+    def _admit(self, path: bytes, headers: Mapping[bytes, bytes]) -> Caller:
+        self._check_host(headers.get(b"host"))
+        if self._tokens is None or path in _OPEN_PATHS:
+            return ANYONE
+        return self._tokens.caller(headers.get(b"authorization"))
+
     # --- Hot
 
-    async def _acquire(self, lock_name: str, body: bytes, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
-        asked = wire.decode(_acquire_decoder, body)
-        key = wire.idempotency_key_of(headers.get(b"idempotency-key"))
-        acquire = Acquire(lock_name, asked.owner_id, asked.ttl_ms, key)
-        if asked.wait_ms == 0:
-            return await self._service.acquire(acquire)
+    def at_once(self, exchange: Exchange) -> bool:
+        """One acquire, renewal or release that does not wait, without a task; False for everything else."""
+        if self._log_each or self._waits.stopping or exchange.method != b"POST" or not self._service.can_begin:
+            return False
+        asked = self._hot(exchange.path)
+        if asked is None or len(exchange.body) > BODY_BYTES_MAX:
+            return False
+        read, raw_name = asked
+        headers = exchange.named
+        request_id = echoed_request_id(headers.get(b"x-request-id"))
+        try:
+            caller = self._admit(exchange.path, headers)
+            lock_name = self._admit_lock(caller, raw_name, headers)
+            operation, wait_ms = read(lock_name, exchange.body, headers)
+        except Refusal as refusal:
+            exchange.answer(answer_of(refusal), request_id)
+            return True
+        if wait_ms:
+            return False
+        self.in_flight += 1
+
+        def told(answer: Answer) -> None:
+            try:
+                exchange.answer(answer, request_id)
+            finally:
+                self._ended()
+
+        self._service.begin(operation, told)
+        return True
+
+    def _hot(self, path: bytes) -> tuple[_Read, bytes] | None:
+        """How the body of an acquire, a renewal or a release is read, and the lock's name as it was sent."""
+        parts = path.split(b"/", 5)
+        if len(parts) != 5 or parts[2] != b"locks" or parts[1] != b"v1":
+            return None
+        read = _READS.get(parts[4])
+        return None if read is None else (read, parts[3])
+
+    def _admit_lock(self, caller: Caller, raw_name: bytes, headers: Mapping[bytes, bytes]) -> str:
+        lock_name = wire.lock_name_of(raw_name)
+        self._service.check_allowed(caller, lock_name)
+        check_json(headers, BODY_BYTES_MAX)
+        return lock_name
+
+    async def _carry_out(self, operation: Operation, wait_ms: int, receive: Receive) -> Answer:
+        if not isinstance(operation, Acquire) or wait_ms == 0:
+            return await self._service.one(operation)
 
         async def gone() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
 
-        return await self._service.acquire_waiting(acquire, asked.wait_ms, gone)
-
-    async def _renew(self, lock_name: str, body: bytes, _headers: Mapping[bytes, bytes], _receive: Receive) -> Answer:
-        asked = wire.decode(_renew_decoder, body)
-        renew = Renew(lock_name, asked.owner_id, asked.lease_id, asked.fencing_token, asked.extend_by_ms)
-        return await self._service.renew(renew)
-
-    async def _release(self, lock_name: str, body: bytes, _headers: Mapping[bytes, bytes], _receive: Receive) -> Answer:
-        asked = wire.decode(_release_decoder, body)
-        return await self._service.release(Release(lock_name, asked.owner_id, asked.lease_id, asked.fencing_token))
+        return await self._service.acquire_waiting(operation, wait_ms, gone)
 
     # --- Cold
 
@@ -185,7 +246,7 @@ class LockApp:
             made.methods = {method}  # Starlette adds HEAD to every GET, which we do not promise
             return made
 
-        hot = [f"/v1/locks/{{lock}}/{verb.decode()}" for verb in self._hot]
+        hot = [f"/v1/locks/{{lock}}/{verb.decode()}" for verb in _READS]
         return [
             route("/v1/locks", "GET", self._list),
             route("/v1/locks/{lock}", "GET", self._get),

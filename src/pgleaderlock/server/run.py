@@ -171,7 +171,7 @@ class LockServer:
                 locks, hosts, self._tokens, waits, settings.serving.connections_max, access_log=settings.access_log
             )
             self._apps.append(self._mount.wrap(inside))
-        self._http = HttpServer(self._apps[-1], listening, settings.serving, settings.tls)
+        self._http = HttpServer(self._apps[-1], listening, settings.serving, settings.tls, locks.at_once)
         self._http.start()
         self._background = [asyncio.ensure_future(service.monitor()), asyncio.ensure_future(waits.run())]
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pgleaderlock._http.answers import Answer, ErrorReply, Refusal
+from pgleaderlock._http.answers import Answer, ErrorReply, Refusal, answer_of, defect
 from pgleaderlock._http.bodies import ClientGone, stopping
 from pgleaderlock._http.tokens import Caller
 from pgleaderlock._logging import get_logger
@@ -40,6 +40,7 @@ _READY_REMEMBERED_S = 1.0
 _STORE_ERROR_LOG_INTERVAL_S = 5.0
 _RETRY_SOON = (b"retry-after", b"1")
 _RETRY_LATER = (b"retry-after", b"60")
+_OPS: dict[type[Operation], str] = {Acquire: "acquire", Renew: "renew", Release: "release"}
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,49 @@ class Service:
 
     # --- One lock
 
-    async def acquire(self, acquire: Acquire) -> Answer:
+    async def one(self, operation: Operation) -> Answer:
+        """An acquire that does not wait, a renewal, or a release."""
+        began = time.perf_counter()
+        outcome: Outcome | StoreError
         try:
-            outcome = await self._one("acquire", acquire)
-        except StoreBusy:
-            return Answer(409, wire.encode(wire.busy_reply(acquire.lock_name)))
+            outcome = (await self._store.apply((operation,)))[0]
+        except StoreError as error:
+            outcome = error
+        return self._answer_to(operation, outcome, began)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether `begin` may be used: the store can do without a task."""
+        return self._store.submit is not None
+
+    def begin(self, operation: Operation, told: Callable[[Answer], None]) -> None:
+        """The same without a task: `told` hears the answer, now or later. A task costs more than all else here."""
+        assert self._store.submit is not None
+        self._store.submit(_Asked(self, operation, told), (operation,))
+
+    def answer_to(self, operation: Operation, outcome: Outcome | Exception, began: float) -> Answer:
+        """Like `_answer_to`, for whoever cannot be raised at."""
+        try:
+            return self._answer_to(operation, outcome, began)
+        except Refusal as refusal:
+            return answer_of(refusal)
+        except Exception as error:
+            return answer_of(self._defect(error))
+
+    def _answer_to(self, operation: Operation, outcome: Outcome | Exception, began: float) -> Answer:
+        op = _OPS[type(operation)]
+        self._metrics.observe(op, (time.perf_counter() - began) * 1000)
+        if isinstance(outcome, StoreBusy):
+            self._count_busy(op, op)
+            if op == "acquire":
+                return Answer(409, wire.encode(wire.busy_reply(operation.lock_name)))
+            raise Refusal(503, "the store is busy: try again", _RETRY_SOON)
+        if isinstance(outcome, StoreError):
+            self._metrics.count(op, "fail")
+            raise self._unavailable(outcome) from outcome
+        if isinstance(outcome, Exception):
+            raise outcome
+        self._count(op, outcome)
         return self._answer(outcome)
 
     async def acquire_waiting(self, acquire: Acquire, wait_ms: int, gone: Callable[[], Awaitable[None]]) -> Answer:
@@ -132,33 +171,6 @@ class Service:
             release = Release(outcome.lock_name, outcome.owner_id, outcome.lease_id, outcome.fencing_token)
             with contextlib.suppress(StoreError):  # it expires in any case
                 await self._store.apply([release])
-
-    async def renew(self, renew: Renew) -> Answer:
-        return await self._one_or_busy("renew", renew)
-
-    async def release(self, release: Release) -> Answer:
-        return await self._one_or_busy("release", release)
-
-    async def _one_or_busy(self, op: str, operation: Operation) -> Answer:
-        try:
-            return self._answer(await self._one(op, operation))
-        except StoreBusy:
-            raise Refusal(503, "the store is busy: try again", _RETRY_SOON) from None
-
-    async def _one(self, op: str, operation: Operation) -> Outcome:
-        began = time.perf_counter()
-        try:
-            outcome = (await self._store.apply((operation,)))[0]
-        except StoreBusy:
-            self._count_busy(op, op)
-            raise
-        except StoreError as error:
-            self._metrics.count(op, "fail")
-            raise self._unavailable(error) from error
-        finally:
-            self._metrics.observe(op, (time.perf_counter() - began) * 1000)
-        self._count(op, outcome)
-        return outcome
 
     def _answer(self, outcome: Outcome) -> Answer:
         if isinstance(outcome, StoreFull):
@@ -290,6 +302,10 @@ class Service:
         self._metrics.count(op, "busy")
         self._metrics.count_busy(measured_as)
 
+    def _defect(self, error: Exception) -> Refusal:
+        self._log.error("request_failed", error)
+        return defect()
+
     def _unavailable(self, error: Exception) -> Refusal:
         self._log_store_error(error)
         return Refusal(503, "the store cannot be used now: the server's log says why", _RETRY_SOON)
@@ -300,6 +316,30 @@ class Service:
         if now - self._store_error_logged_at >= _STORE_ERROR_LOG_INTERVAL_S:
             self._store_error_logged_at = now
             self._log.error("store_failed", error=str(error) or type(error).__name__)
+
+
+class _Asked:
+    """One operation on its way: what the store takes for a future."""
+
+    __slots__ = ("_began", "_operation", "_service", "_told")
+
+    def __init__(self, service: Service, operation: Operation, told: Callable[[Answer], None]) -> None:
+        self._service = service
+        self._operation = operation
+        self._told = told
+        self._began = time.perf_counter()
+
+    def done(self) -> bool:
+        return False
+
+    def cancelled(self) -> bool:
+        return False
+
+    def set_result(self, outcomes: Sequence[Outcome]) -> None:
+        self._told(self._service.answer_to(self._operation, outcomes[0], self._began))
+
+    def set_exception(self, error: Exception) -> None:
+        self._told(self._service.answer_to(self._operation, error, self._began))
 
 
 async def _call(gone: Callable[[], Awaitable[None]]) -> None:

@@ -17,8 +17,8 @@ The rules, which one conformance suite checks on every store:
 Imports msgspec and the standard library. Must never import a store, HTTP or a database driver.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -39,10 +39,12 @@ __all__ = [
     "Released",
     "Renew",
     "Renewed",
+    "Reply",
     "Store",
     "StoreBusy",
     "StoreError",
     "StoreFull",
+    "Submit",
     "Sweep",
 ]
 
@@ -174,6 +176,21 @@ class StoreBusy(StoreError):
     """The store is merely contended: the same operation, a little later, will do."""
 
 
+class Reply(Protocol):
+    """Who hears what became of operations. A future is one."""
+
+    def done(self) -> bool: ...
+
+    def cancelled(self) -> bool: ...
+
+    def set_result(self, result: Any, /) -> None: ...
+
+    def set_exception(self, exception: Exception, /) -> None: ...
+
+
+Submit = Callable[[Reply, Sequence[Operation]], None]
+
+
 class Store(Protocol):
     """A place that keeps locks. Every method may be called by any number of tasks at once, and each may be cancelled:
     an operation that was handed over before the cancellation may still take effect, except that a cancelled `wait`
@@ -187,6 +204,11 @@ class Store(Protocol):
 
     async def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
         """One transaction; outcomes in the order of the operations. An acquire does not wait here."""
+
+    @property
+    def submit(self) -> Submit | None:
+        """The same without a task of the caller's, for stores that can: the reply hears of it, now or later, on the
+        event loop's thread. Whatever goes wrong is told to the reply, too."""
 
     async def wait(self, acquire: Acquire, wait_ms: int) -> Granted | Held | StoreFull:
         """An acquire that waits for its turn. `waited_ms` of the grant counts from this call to the moment from which

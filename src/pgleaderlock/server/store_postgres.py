@@ -68,6 +68,9 @@ class PostgresStore:
     only: whether a lease is good is decided by the database's.
     """
 
+    submit = None
+    """Each operation awaits the database."""
+
     def __init__(
         self,
         dsn: Dsn,

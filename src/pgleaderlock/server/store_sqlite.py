@@ -37,6 +37,7 @@ from pgleaderlock.server.store import (
     Operation,
     Outcome,
     Page,
+    Reply,
     StoreBusy,
     StoreError,
     StoreFull,
@@ -185,6 +186,14 @@ class SqliteStore:
         writer.apply((future, operations))
         return await future
 
+    def submit(self, reply: Reply, operations: Sequence[Operation]) -> None:
+        try:
+            writer = self._usable()
+        except StoreError as error:
+            reply.set_exception(error)
+        else:
+            writer.apply((reply, operations))
+
     async def wait(self, acquire: Acquire, wait_ms: int) -> Granted | Held | StoreFull:
         start_ns = self._now_ns()
         writer = self._usable()
@@ -313,7 +322,7 @@ class SqliteStore:
             raise StoreBusy(f"{self._queue_max} operations wait for the disk already: try again in a moment")
         return writer
 
-    def _settle(self, answers: list[tuple["asyncio.Future[Any]", Any]], due_ns: int | None) -> None:
+    def _settle(self, answers: list[tuple[Reply, Any]], due_ns: int | None) -> None:
         """The answers of one transaction, in the event loop, and when the writer has to be woken next."""
         for future, outcome in answers:
             if not future.done():  # else its owner has gone

@@ -254,7 +254,7 @@ _T = TypeVar("_T")
 _REGEX_IN_MESSAGE = re.compile(r"matching regex '.*?'(?= - at|$)")
 
 
-def decode(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
+def decode(decoder: "msgspec.json.Decoder[_T]", body: bytes | bytearray) -> _T:
     """The request in `body`. Raises `Refusal` 400 that says which field is wrong."""
     try:
         return decoder.decode(body)
