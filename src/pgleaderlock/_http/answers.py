@@ -103,11 +103,13 @@ _PLAIN_STARTS = {status: _plain_start(status) for status in (200, 409)}
 
 def start_of(answer: Answer, request_id: bytes | None = None) -> Message:
     """The message that begins an answer."""
+    named = () if request_id is None else ((b"x-request-id", request_id),)
     start = _PLAIN_STARTS.get(answer.status)
-    if request_id is not None or start is None or answer.headers or answer.content_type is not _JSON:
-        more = answer.headers if request_id is None else (*answer.headers, (b"x-request-id", request_id))
-        start = _start(answer.status, *more, content_type=answer.content_type)
-    return start
+    if start is None or answer.headers or answer.content_type is not _JSON:
+        return _start(answer.status, *answer.headers, *named, content_type=answer.content_type)
+    if not named:
+        return start
+    return {**start, "headers": [*start["headers"], *named], "lines": start["lines"] + header_lines(named)}
 
 
 async def send_answer(send: Send, answer: Answer, request_id: bytes | None) -> None:

@@ -20,7 +20,7 @@ __all__ = ["SyncPool"]
 
 CHUNK_BYTES = 64 * 1024
 TIMEOUT_SLACK_S = 0.001
-"""A timeout is set again when it has become so much shorter: each time is a call to the system."""
+"""A timeout is set again when it has become so much shorter, or longer at all: each time is a call to the system."""
 
 
 class _Connection:
@@ -29,6 +29,9 @@ class _Connection:
         self.http = HttpConnection(endpoint.headers)
         self.used = False
         self._sock = sock
+        self._timeout_s = -1.0
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN | select.POLLHUP | select.POLLERR)
 
     @property
     def reusable(self) -> bool:
@@ -37,25 +40,20 @@ class _Connection:
     @property
     def silent(self) -> bool:
         """Nothing has come since the last reply: no end of the stream, and nothing that nobody has asked for."""
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN | select.POLLHUP | select.POLLERR)
-        return not poll.poll(0)
+        return not self._poll.poll(0)
 
     def exchange(self, send: Send, core: Core) -> Reply:
         data = self.http.encode(send.request)
         send.sent_at = core.clock.now()
         until = time.monotonic() + send.timeout_s
         try:
-            timeout_s = send.timeout_s
-            self._sock.settimeout(timeout_s)
+            self._wait_at_most(send.timeout_s)
             self._sock.sendall(data)
             while True:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError
-                if left_s < timeout_s - TIMEOUT_SLACK_S:
-                    timeout_s = left_s
-                    self._sock.settimeout(timeout_s)
+                self._wait_at_most(left_s)
                 chunk = self._sock.recv(CHUNK_BYTES)
                 if not chunk and not self.http.began:
                     raise NoAnswer("the connection was closed by the server", stale=self.used)
@@ -70,9 +68,47 @@ class _Connection:
         except OSError as error:
             raise NoAnswer(f"the connection ended ({error})", stale=self.used and not self.http.began) from error
 
+    def _wait_at_most(self, timeout_s: float) -> None:
+        if not timeout_s <= self._timeout_s <= timeout_s + TIMEOUT_SLACK_S:
+            self._timeout_s = timeout_s
+            self._sock.settimeout(timeout_s)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.close()
+
+
+class _Slots:
+    """Bounds how many are under way: two semaphores of the standard library's would take four times as long."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._mutex = threading.Lock()
+        self._freed = threading.Condition(self._mutex)
+        self._taken = 0
+        self._taken_by_waiting = 0
+        self._in_line = 0
+
+    def take(self, *, waits: bool) -> None:
+        with self._mutex:
+            if self._is_full(waits):
+                self._in_line += 1
+                try:
+                    self._freed.wait_for(lambda: not self._is_full(waits))
+                finally:
+                    self._in_line -= 1
+            self._taken += 1
+            self._taken_by_waiting += waits
+
+    def give(self, *, waits: bool) -> None:
+        with self._mutex:
+            self._taken -= 1
+            self._taken_by_waiting -= waits
+            if self._in_line:
+                self._freed.notify_all()
+
+    def _is_full(self, waits: bool) -> bool:
+        return self._taken >= self._most or (waits and self._taken_by_waiting >= self._most - 2)
 
 
 class SyncPool:
@@ -80,21 +116,25 @@ class SyncPool:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._mutex = threading.Lock()
-        self._pid = os.getpid()
-        self._idle: dict[Endpoint, list[_Connection]] = {endpoint: [] for endpoint in core.endpoints}
-        self._slots = threading.Semaphore(core.connections_max)
-        self._waiting = threading.Semaphore(core.connections_max - 2)
         self._closed = False
+        self._idle: dict[Endpoint, list[_Connection]] = {}
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._idle = {endpoint: [] for endpoint in self._core.endpoints}
+        self._mutex = threading.Lock()
+        self._slots = _Slots(self._core.connections_max)
+        self._pid = os.getpid()
 
     def exchange(self, send: Send) -> Reply:
         if self._pid != os.getpid():
             self._forget_parents()
-        if send.waits:
-            with self._waiting, self._slots:
-                return self._exchange(send)
-        with self._slots:
+        slots = self._slots
+        slots.take(waits=send.waits)
+        try:
             return self._exchange(send)
+        finally:
+            slots.give(waits=send.waits)
 
     def _exchange(self, send: Send) -> Reply:
         connection = self._take(send.endpoint) or self._connect(send)
@@ -129,11 +169,8 @@ class SyncPool:
 
     def _forget_parents(self) -> None:
         # Closed here, they stay open in the parent. The old mutex may be held by a thread that does not exist here.
-        idle, self._idle = self._idle, {endpoint: [] for endpoint in self._core.endpoints}
-        self._mutex = threading.Lock()
-        self._slots = threading.Semaphore(self._core.connections_max)
-        self._waiting = threading.Semaphore(self._core.connections_max - 2)
-        self._pid = os.getpid()
+        idle = self._idle
+        self._begin_anew()
         for connections in idle.values():
             for connection in connections:
                 connection.close()

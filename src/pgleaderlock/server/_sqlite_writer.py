@@ -122,6 +122,8 @@ class Writer:
         """Held by whichever thread uses the connection and the locks."""
         self._owed: list[Cancel] = []
         self._syncing = True
+        self._data_version = -1
+        """SQLite's own count of changes after our last commit: it counts those of others too, when it sees them."""
         self._log_doubtful = False
         self._thread = threading.Thread(target=self._work, name="pgleaderlock lock writer", daemon=True)
 
@@ -266,6 +268,7 @@ class Writer:
             if closing:
                 locks.close()
             self._connection.execute("COMMIT")
+            self._data_version = self._connection.data_version()
         except Exception as error:  # whatever it is: nothing of this group is durable
             self._roll_back()
             self._log_doubtful = self._log_doubtful or isinstance(error, apsw.IOError)
@@ -325,6 +328,8 @@ class Writer:
     def _verify(self) -> None:
         """Twice sure that nobody else writes: the claim may be lost with its file, the run number is in the data."""
         self._identity.verify()
+        if self._connection.data_version() == self._data_version:
+            return  # the last one who wrote was this connection
         if self._connection.execute(META, ("run",)).get != self._run_number:
             raise StoreError(
                 f"{self._path} was opened by another lock server: this one grants nothing any more. Stop one of them, "
