@@ -21,6 +21,7 @@ from pgleaderlock.client import (
     LockHeld,
     LockServerUnreachable,
 )
+from pgleaderlock.client import _flows as flows
 from proxy import Proxy
 from support.counts import count
 from support.lockserver import LockServerProcess, lock_server, postgres_url
@@ -479,3 +480,28 @@ async def test_nothing_is_left_running_when_a_client_is_closed(server: LockServe
         held = await asyncio.to_thread(blocking.acquire, f"{name}/b", 60.0)
         blocking.start_heartbeat(held)
     assert not [thread for thread in threading.enumerate() if thread.name == "pgleaderlock-heartbeat"]
+
+
+# -- In the wake of an interrupted acquire ----------------------------------------------------------------------------
+
+
+async def test_a_clean_up_has_a_connection_of_its_own_and_so_overtakes_nothing(
+    proxy: Proxy, client: AsyncLockClient, name: str
+) -> None:
+    await client.get(name)  # one connection is kept from now on
+    attempt = flows.new_attempt(client._core, name, 60.0, 0.0)
+    await client._run(flows.clean_up(client._core, attempt))
+    assert proxy.accepted == 2
+    await client.get(name)
+    assert proxy.accepted == 2, "everything else uses what was kept"
+
+
+async def test_so_has_that_of_the_blocking_client(proxy: Proxy, name: str) -> None:
+    def run() -> None:
+        with LockClient(f"http://127.0.0.1:{proxy.port}") as client:
+            client.get(name)
+            client._run(flows.clean_up(client._core, flows.new_attempt(client._core, name, 60.0, 0.0)))
+            client.get(name)
+
+    await asyncio.to_thread(run)
+    assert proxy.accepted == 2

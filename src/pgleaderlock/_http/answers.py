@@ -107,9 +107,10 @@ def start_of(answer: Answer, request_id: bytes | None = None) -> Message:
     start = _PLAIN_STARTS.get(answer.status)
     if start is None or answer.headers or answer.content_type is not _JSON:
         return _start(answer.status, *answer.headers, *named, content_type=answer.content_type)
-    if not named:
+    if request_id is None:
         return start
-    return {**start, "headers": [*start["headers"], *named], "lines": start["lines"] + header_lines(named)}
+    lines = b"%sx-request-id: %s\r\n" % (start["lines"], request_id)
+    return {**start, "headers": [*start["headers"], *named], "lines": lines}
 
 
 async def send_answer(send: Send, answer: Answer, request_id: bytes | None) -> None:

@@ -86,11 +86,12 @@ WHERE lock_name = ?1 AND owner_id = ?2 AND lease_id = ?3 AND fencing_token = ?4
   AND CASE run WHEN ?5 THEN deadline_ns ELSE ?6 + ttl_ms * 1000000 END > ?7
 
 -- name: sqlite_release
--- As sqlite_renew; the row stays, free since now.
+-- As sqlite_renew; the row stays, free since now. It may be a transaction by itself, so it looks at the run's number, too.
 UPDATE locks SET owner_id = NULL, lease_id = NULL, run = ?5, deadline_ns = ?7, version = version + 1,
                  idempotency_key = NULL
 WHERE lock_name = ?1 AND owner_id = ?2 AND lease_id = ?3 AND fencing_token = ?4
   AND CASE run WHEN ?5 THEN deadline_ns ELSE ?6 + ttl_ms * 1000000 END > ?7
+  AND ?5 = (SELECT value FROM meta WHERE name = 'run')
 
 -- name: sqlite_break
 UPDATE locks SET owner_id = NULL, lease_id = NULL, run = ?2, deadline_ns = ?3, version = version + 1,

@@ -105,7 +105,7 @@ class AsyncPool:
             return await self._exchange(send)
 
     async def _exchange(self, send: Send) -> Reply:
-        connection = self._take(send.endpoint) or await self._connect(send)
+        connection = (None if send.fresh else self._take(send.endpoint)) or await self._connect(send)
         try:
             reply = await connection.exchange(send, self._core)
         except BaseException as error:

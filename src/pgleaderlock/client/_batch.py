@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Union
 
 from pgleaderlock.client import _wire as wire
 from pgleaderlock.client._core import Core, Endpoint, Send
-from pgleaderlock.client._flows import Flow, call, tagged
+from pgleaderlock.client._flows import Flow, call
 from pgleaderlock.client._lease import BaseLease, LeaseState, RenewTicket
 from pgleaderlock.errors import ConfigurationError, LockHeld, LockServerRefused
 
@@ -74,7 +74,7 @@ def batch(
     request = wire.batch_request(attempt.encoded)
 
     def make(endpoint: Endpoint) -> Send:
-        attempt.sends.append(Send(tagged(core, request), endpoint, core.request_timeout_s))
+        attempt.sends.append(Send(request, endpoint, core.request_timeout_s))
         return attempt.sends[-1]
 
     reply, send = yield from call(core, make)
@@ -102,7 +102,7 @@ def clean_up(core: Core, attempt: BatchAttempt) -> Flow[None]:
     """Gives back what a batch may have got that was cancelled or had no answer; as for a single acquire."""
     timeout_s = core.request_timeout_s
     request = wire.batch_request(attempt.acquires)
-    reply, _ = yield from call(core, lambda endpoint: Send(tagged(core, request), endpoint, timeout_s))
+    reply, _ = yield from call(core, lambda endpoint: Send(request, endpoint, timeout_s, fresh=True))
     outcomes = wire.batch_results(wire.answer(reply), len(attempt.acquires))
     granted = [wire.outcome_of_acquire(status, body) for status, body in outcomes if status == 200]
     releases = [
@@ -112,7 +112,7 @@ def clean_up(core: Core, attempt: BatchAttempt) -> Flow[None]:
     ]
     if releases:
         request = wire.batch_request(releases)
-        yield from call(core, lambda endpoint: Send(tagged(core, request), endpoint, timeout_s))
+        yield from call(core, lambda endpoint: Send(request, endpoint, timeout_s))
 
 
 def _encode(core: Core, index: int, operation: Operation, tickets: dict[int, RenewTicket]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pgleaderlock._logging import get_logger
 from pgleaderlock.client import _wire as wire
 from pgleaderlock.client._core import Core, Endpoint, Send, positive_s
-from pgleaderlock.client._flows import Flow, call, tagged
+from pgleaderlock.client._flows import Flow, call
 from pgleaderlock.client._lease import BaseLease, LeaseState, RenewTicket
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 
@@ -158,7 +158,7 @@ def renew_together(core: Core, plan: HeartbeatPlan, beats: Sequence[Beat], timeo
         request = wire.batch_request([wire.renew_operation(*proof, extend) for proof, extend in pairs])
 
     def make(endpoint: Endpoint) -> Send:
-        return Send(tagged(core, request), endpoint, timeout_s)
+        return Send(request, endpoint, timeout_s)
 
     try:
         reply, send = yield from call(core, make, tries=1)

@@ -59,6 +59,9 @@ class Send:
     """For the reply, from the send."""
     waits: bool = False
     """The server may take its time: this must not use up the last connections."""
+    fresh: bool = False
+    """Over a new connection: a server takes those in the order in which they came, so this comes after whatever was
+    sent before. On one that was kept it might overtake a request whose connection has not been accepted yet."""
     sent_at: float | None = None
     """Set by the transport just before the first byte goes out. None: nothing has been sent."""
 
@@ -94,7 +97,7 @@ def _endpoint(url: str, token: str | None) -> Endpoint:
         raise ConfigurationError("a server's URL is scheme, host and port only; a token is given as `token`")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     shown = host if port is None else f"{host}:{port}"
-    headers = f"Host: {shown}\r\nAccept: application/json\r\nUser-Agent: pgleaderlock\r\n"
+    headers = f"Host: {shown}\r\nUser-Agent: pgleaderlock\r\n"
     if token is not None:
         headers += f"Authorization: Bearer {token}\r\n"
     return Endpoint(

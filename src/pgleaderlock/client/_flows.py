@@ -44,7 +44,6 @@ __all__ = [
     "release",
     "release_again",
     "renew",
-    "tagged",
 ]
 
 T = TypeVar("T")
@@ -93,14 +92,11 @@ def call(core: Core, make: Callable[[Endpoint], Send], *, tries: int | None = No
     raise LockServerUnreachable(f"no lock server has answered ({trouble})", retry_after_s=retry_after_s)
 
 
-def _ask(core: Core, request: Request, timeout_s: float | None = None) -> Flow[tuple[Reply, Send]]:
+def _ask(
+    core: Core, request: Request, timeout_s: float | None = None, *, fresh: bool = False
+) -> Flow[tuple[Reply, Send]]:
     timeout_s = core.request_timeout_s if timeout_s is None else timeout_s
-    return call(core, lambda endpoint: Send(tagged(core, request), endpoint, timeout_s))
-
-
-def tagged(core: Core, request: Request) -> Request:
-    headers = b"%sX-Request-ID: %s\r\n" % (request.headers, core.unique().encode("ascii"))
-    return Request(request.method, request.target, request.body, headers)
+    return call(core, lambda endpoint: Send(request, endpoint, timeout_s, fresh=fresh))
 
 
 # -- acquire ----------------------------------------------------------------------------------------------------------
@@ -167,7 +163,7 @@ def _ask_for_lock(core: Core, attempt: AcquireAttempt, until: float) -> Flow[wir
             attempt.lock_name, core.owner_id, wire.ttl_ms(attempt.ttl_s), wait_ms, attempt.key
         )
         # Longer than the server's own wait, by all the time that an answer may take: else we would hang up on a grant.
-        send = Send(tagged(core, request), endpoint, left_s + core.request_timeout_s, waits=wait_ms > 0)
+        send = Send(request, endpoint, left_s + core.request_timeout_s, waits=wait_ms > 0)
         attempt.open_sends.append(send)
         return send
 
@@ -213,7 +209,8 @@ def clean_up(core: Core, attempt: AcquireAttempt) -> Flow[None]:
     granted = attempt.granted
     if granted is None:
         request = wire.acquire_request(attempt.lock_name, core.owner_id, wire.ttl_ms(attempt.ttl_s), 0, attempt.key)
-        reply, _ = yield from _ask(core, request)
+        # After what it cleans up: else it would find the lock free, and the one that comes late would keep it.
+        reply, _ = yield from _ask(core, request, fresh=True)
         outcome = wire.outcome_of_acquire(reply.status, wire.answer(reply, conflict=True))
         if isinstance(outcome, LockHeld):
             return
@@ -322,7 +319,7 @@ def release(core: Core, lease: BaseLease) -> Flow[bool]:
     sends: list[Send] = []
 
     def make(endpoint: Endpoint) -> Send:
-        sends.append(Send(tagged(core, request), endpoint, timeout_s))
+        sends.append(Send(request, endpoint, timeout_s))
         return sends[-1]
 
     reply, _ = yield from call(core, make)

@@ -28,8 +28,8 @@ _HEAD = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: " + _VALUE + rb")?(?:\
 # How our own server begins nearly every answer: nothing in it means anything but status and length.
 _USUAL_HEAD = re.compile(
     rb"HTTP/1\.1 (200|409) [A-Za-z]+\r\n"
-    rb"(?:(?:date|content-type|cache-control|x-content-type-options|x-request-id): [\x20-\x7e]*\r\n)*"
-    rb"content-length: ([0-9]{1,6})"
+    rb"(?:(?:date|content-type|cache-control|x-content-type-options): [\x20-\x7e]*\r\n)*"
+    rb"content-length: ([0-9]{1,6})\r\n\r\n"
 )
 _MEANT = re.compile(rb"\r\n(content-length|transfer-encoding|connection|retry-after):(" + _VALUE + rb")", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,15}")
@@ -103,6 +103,9 @@ class HttpConnection:
 
     def feed(self, data: bytes) -> Reply | None:
         """Takes what has come (b"" for the end of the stream); gives the reply once it is complete."""
+        if not self.began and (usual := _USUAL_HEAD.match(data)) and len(data) == usual.end() + int(usual[2]):
+            self.began = self.reusable = True
+            return Reply(int(usual[1]), data[usual.end() :])
         if data:
             self.began = True
             self._buffer += data
@@ -133,8 +136,6 @@ class HttpConnection:
             return None
         text = bytes(self._buffer[:end])
         del self._buffer[: end + 4]
-        if usual := _USUAL_HEAD.fullmatch(text):
-            return _Head(int(usual[1]), True, int(usual[2]), False, None)
         found = _HEAD.fullmatch(text)
         if found is None:
             raise BadReply("its status line or a header line cannot be read")

@@ -137,7 +137,7 @@ class SyncPool:
             slots.give(waits=send.waits)
 
     def _exchange(self, send: Send) -> Reply:
-        connection = self._take(send.endpoint) or self._connect(send)
+        connection = (None if send.fresh else self._take(send.endpoint)) or self._connect(send)
         try:
             reply = connection.exchange(send, self._core)
         except BaseException as error:

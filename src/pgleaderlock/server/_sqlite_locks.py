@@ -33,7 +33,7 @@ from pgleaderlock.server.store import (
     StoreFull,
 )
 
-__all__ = ["MS", "Locks", "Run", "view"]
+__all__ = ["MS", "RELEASED", "Locks", "Run", "view"]
 
 MS = 1_000_000
 BREAKS_KEPT = 10_000

@@ -9,7 +9,8 @@ that comes behind it. So the log is brought into the file first, which is synced
 
 A request that comes alone, while nothing else is to be done, is done on the event loop's own thread: to wake another
 one and to be woken by it takes longer than the rest. So the loop may stand still for one sync; after a slow one, and
-whenever there is more than one request, the thread does it.
+whenever there is more than one request, the thread does it. When such a client comes back at once, it is expected to do
+so again: the loop then looks out for it for a moment instead of falling asleep, from which it would wake up slowly.
 
 Imports apsw, the clock and its neighbours. Must never answer before the commit has returned, and never decide about a
 lock: the rules are in `_sqlite_locks`.
@@ -17,6 +18,7 @@ lock: the rules are in `_sqlite_locks`.
 
 import asyncio
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -28,7 +30,7 @@ import apsw
 
 from pgleaderlock._clock import Clock
 from pgleaderlock.server._sqlite_file import Identity, explained, sql, sync_commits
-from pgleaderlock.server._sqlite_locks import Locks
+from pgleaderlock.server._sqlite_locks import RELEASED, Locks
 from pgleaderlock.server._sqlite_log import Log
 from pgleaderlock.server._sqlite_waiting import Ticket
 from pgleaderlock.server.store import Operation, Release, Reply, StoreError
@@ -81,6 +83,9 @@ SLOW_S = 0.005
 SLOW_REMEMBERED_S = 1.0
 CROWD_REMEMBERED_S = 0.05
 """Where several come at once, more are to be expected: a sync for one of them would hold up all others."""
+AWAKE_S = 0.0003
+"""Who comes back within this time is waited for as long, without sleeping: not where there is only one processor."""
+SEVERAL_PROCESSORS = (os.cpu_count() or 1) > 1
 SLOW_FACTOR = 50
 """After a transaction that hung, the loop tries again so many times later: it loses a fiftieth of its time at most."""
 
@@ -118,6 +123,11 @@ class Writer:
         self._one_was_here = False
         self._crowded_until = 0.0
         self._slow_until = 0.0
+        self._done_here_at = 0.0
+        self._synced_before = True
+        self._followed_by = {True: True, False: True}
+        """Whether the transaction after one that was synced, or was not, was synced the last time."""
+        self._awake_until = 0.0
         self._turn = threading.Lock()
         """Held by whichever thread uses the connection and the locks."""
         self._owed: list[Cancel] = []
@@ -157,10 +167,10 @@ class Writer:
         if not self._gathered and self._is_quiet() and self._turn.acquire(blocking=False):
             # A second one within the same turn of the loop means that there are more: those go to the thread.
             self._one_was_here = True
-            self._loop.call_soon(self._next_turn)
             try:
                 self._do_here(request)
             finally:
+                self._loop.call_soon(self._next_turn)
                 self._turn.release()
             return
         self._gathered.append(request)
@@ -169,6 +179,11 @@ class Writer:
 
     def _next_turn(self) -> None:
         self._one_was_here = False
+        self._stay_awake()
+
+    def _stay_awake(self) -> None:
+        if time.monotonic() < self._awake_until:
+            self._loop.call_soon(self._stay_awake)
 
     def _hand_over(self) -> None:
         # Whoever was cancelled meanwhile wants nothing any more.
@@ -189,10 +204,23 @@ class Writer:
         answers = self._transact([request], closing=False)
         self._remember(time.monotonic() - began)
         self._settle(answers, self._locks.room.next_due_ns)
+        self._prepare_for_next()
+        back_at_once = began - self._done_here_at < AWAKE_S
+        self._done_here_at = time.monotonic()
+        self._awake_until = self._done_here_at + AWAKE_S if back_at_once and SEVERAL_PROCESSORS else 0.0
         if self._log.overdue:
             self.put(Tick())  # to copy the log takes a while: the thread does it after whatever it does
         else:
             self._log.due()
+
+    def _prepare_for_next(self) -> None:
+        """To switch the sync takes time, and there is more of it now than then: a grant is mostly followed by a
+        release, and that by a grant. If not, the next transaction switches it itself."""
+        synced = self._syncing
+        self._followed_by[self._synced_before] = synced
+        self._synced_before = synced
+        with contextlib.suppress(apsw.Error):
+            self._sync_commits(self._followed_by[synced])
 
     def _remember(self, took_s: float) -> None:
         """Whoever did it: a disk that is slow in the thread would be slow in the loop."""
@@ -253,22 +281,20 @@ class Writer:
             if self._log_doubtful:
                 self._log.start_again()
                 self._log_doubtful = False
-            syncing = closing or not self._only_frees(group)
-            if syncing != self._syncing:
-                sync_commits(self._connection, syncing)
-                self._syncing = syncing
-            self._connection.execute("BEGIN IMMEDIATE")
-            self._verify()
-            # Read after the last item was taken: no lease runs from before its owner asked for it.
-            locks.begin(int(self._clock.now() * 1e9), time.time_ns())
-            for cancel in self._owed:
-                locks.cancel(cancel.ticket)
-            for item in group:  # in the order in which they came: a ticket before the word that its owner has gone
-                self._do(item)
-            if closing:
-                locks.close()
-            self._connection.execute("COMMIT")
-            self._data_version = self._connection.data_version()
+            frees = not closing and self._only_frees(group)
+            self._sync_commits(not frees)
+            if not (frees and len(group) == 1 and self._free_at_once(group[0])):
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._verify()
+                self._begin_locks()
+                for cancel in self._owed:
+                    locks.cancel(cancel.ticket)
+                for item in group:  # in the order in which they came: a ticket before the word that its owner has gone
+                    self._do(item)
+                if closing:
+                    locks.close()
+                self._connection.execute("COMMIT")
+                self._data_version = self._connection.data_version()
         except Exception as error:  # whatever it is: nothing of this group is durable
             self._roll_back()
             self._log_doubtful = self._log_doubtful or isinstance(error, apsw.IOError)
@@ -280,6 +306,31 @@ class Writer:
             return self._failed(group, told, closing=closing)
         self._owed = []
         return locks.answers
+
+    def _sync_commits(self, wanted: bool) -> None:
+        if wanted != self._syncing:
+            sync_commits(self._connection, wanted)
+            self._syncing = wanted
+
+    def _begin_locks(self) -> None:
+        # Read after the last item was taken: no lease runs from before its owner asked for it.
+        self._locks.begin(int(self._clock.now() * 1e9), time.time_ns())
+
+    def _free_at_once(self, item: Item) -> bool:
+        """One release is one statement, and so a transaction by itself: whether it has freed something. It looks at the
+        number of this run itself, and grants nothing wherever the file is by now. If it frees nothing, it is done
+        again, after a closer look."""
+        if type(item) is not tuple or len(item[1]) != 1:
+            return False
+        version = self._connection.data_version()
+        self._begin_locks()
+        self._do(item)
+        if self._locks.answers[-1][1] != [RELEASED]:
+            self._locks.answers.clear()
+            return False
+        if self._data_version == version == self._connection.data_version() - 1:
+            self._data_version = version + 1  # it was ours, and the only one
+        return True
 
     def _only_frees(self, group: list[Item]) -> bool:
         """Nothing but releases, and nobody to whom a freed lock would be granted in the same transaction."""

@@ -40,6 +40,7 @@ _READY_REMEMBERED_S = 1.0
 _STORE_ERROR_LOG_INTERVAL_S = 5.0
 _RETRY_SOON = (b"retry-after", b"1")
 _RETRY_LATER = (b"retry-after", b"60")
+_FAILURES = frozenset({Held, NotRenewed, NotReleased, StoreFull})
 _OPS: dict[type[Operation], str] = {Acquire: "acquire", Renew: "renew", Release: "release"}
 
 
@@ -295,8 +296,7 @@ class Service:
     # --- Counting and saying
 
     def _count(self, op: str, outcome: Outcome) -> None:
-        failed = isinstance(outcome, Held | NotRenewed | NotReleased | StoreFull)
-        self._metrics.count(op, "fail" if failed else "success")
+        self._metrics.count(op, "fail" if type(outcome) in _FAILURES else "success")
 
     def _count_busy(self, op: str, measured_as: str) -> None:
         self._metrics.count(op, "busy")
