@@ -326,9 +326,9 @@ class Connection(asyncio.Protocol):
 
     def _is_enough(self) -> bool:
         """As much has come as is kept: the rest waits in the kernel."""
-        if self.deaf:
-            return False  # read to its end, and thrown away
-        buffered = len(self._answering.body) if self._answering is not None else 0
+        if self._answering is None or self.deaf:
+            return False  # nothing is kept; or read to its end, and thrown away
+        buffered = len(self._answering.body)
         if self._waiting:
             buffered += sum(len(exchange.body) for exchange in self._waiting)
         return buffered > BODY_BUFFER_BYTES_MAX or len(self._waiting) >= PIPELINE_MAX

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import time
 import weakref
 from pathlib import Path
 
@@ -41,6 +42,7 @@ LOG_PAGES = 4_000
 LOG_HEADER_BYTES = 32
 FRAME_HEADER_BYTES = 24
 BUSY_MS = 2000
+FOLDER_SETTLED_NS = 1_000_000_000
 # SQLite's write-ahead log needs memory that all its users share, and locks that hold: neither crosses a network.
 NETWORK_FILE_SYSTEMS = frozenset({
     "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.cephfs", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs",
@@ -106,11 +108,22 @@ class Identity:
     the file next, and the tokens with it."""
 
     def __init__(self, path: Path) -> None:
+        self._folder = str(path.parent)
+        self._settled: tuple[int, int, int] | None = None
+        """The folder as it was when both names were last looked at; None while it has just changed."""
         self._paths = (str(path), f"{path}-wal")
         self._were = self._are()
 
     def verify(self) -> None:
+        """Before each grant. While nothing has come into their folder or left it, both names are what they were."""
+        status = os.stat(self._folder)  # noqa: PTH116 - a Path costs more than the call
+        folder = (status.st_dev, status.st_ino, status.st_mtime_ns)
+        if folder == self._settled:
+            return
+        # Two changes within one tick of the system's clock look like one.
+        self._settled = folder if time.time_ns() - status.st_mtime_ns > FOLDER_SETTLED_NS else None
         if self._are() != self._were:
+            self._settled = None
             raise StoreError(
                 f"{self._paths[0]} was moved, removed or replaced while in use: nothing is granted any more. "
                 "Put the file and its -wal back, or restart the server to use what is there now"
@@ -120,7 +133,7 @@ class Identity:
         found = []
         for path in self._paths:
             with contextlib.suppress(OSError):
-                status = os.stat(path)  # noqa: PTH116 - once a transaction: a Path costs more than the call
+                status = os.stat(path)  # noqa: PTH116
                 found.append((status.st_dev, status.st_ino))
         return found
 

@@ -9,8 +9,7 @@ that comes behind it. So the log is brought into the file first, which is synced
 
 A request that comes alone, while nothing else is to be done, is done on the event loop's own thread: to wake another
 one and to be woken by it takes longer than the rest. So the loop may stand still for one sync; after a slow one, and
-whenever there is more than one request, the thread does it. When such a client comes back at once, it is expected to do
-so again: the loop then looks out for it for a moment instead of falling asleep, from which it would wake up slowly.
+whenever there is more than one request, the thread does it.
 
 Imports apsw, the clock and its neighbours. Must never answer before the commit has returned, and never decide about a
 lock: the rules are in `_sqlite_locks`.
@@ -18,7 +17,6 @@ lock: the rules are in `_sqlite_locks`.
 
 import asyncio
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -83,9 +81,6 @@ SLOW_S = 0.005
 SLOW_REMEMBERED_S = 1.0
 CROWD_REMEMBERED_S = 0.05
 """Where several come at once, more are to be expected: a sync for one of them would hold up all others."""
-AWAKE_S = 0.0003
-"""Who comes back within this time is waited for as long, without sleeping: not where there is only one processor."""
-SEVERAL_PROCESSORS = (os.cpu_count() or 1) > 1
 SLOW_FACTOR = 50
 """After a transaction that hung, the loop tries again so many times later: it loses a fiftieth of its time at most."""
 
@@ -123,11 +118,9 @@ class Writer:
         self._one_was_here = False
         self._crowded_until = 0.0
         self._slow_until = 0.0
-        self._done_here_at = 0.0
         self._synced_before = True
         self._followed_by = {True: True, False: True}
         """Whether the transaction after one that was synced, or was not, was synced the last time."""
-        self._awake_until = 0.0
         self._turn = threading.Lock()
         """Held by whichever thread uses the connection and the locks."""
         self._owed: list[Cancel] = []
@@ -179,11 +172,6 @@ class Writer:
 
     def _next_turn(self) -> None:
         self._one_was_here = False
-        self._stay_awake()
-
-    def _stay_awake(self) -> None:
-        if time.monotonic() < self._awake_until:
-            self._loop.call_soon(self._stay_awake)
 
     def _hand_over(self) -> None:
         # Whoever was cancelled meanwhile wants nothing any more.
@@ -205,9 +193,6 @@ class Writer:
         self._remember(time.monotonic() - began)
         self._settle(answers, self._locks.room.next_due_ns)
         self._prepare_for_next()
-        back_at_once = began - self._done_here_at < AWAKE_S
-        self._done_here_at = time.monotonic()
-        self._awake_until = self._done_here_at + AWAKE_S if back_at_once and SEVERAL_PROCESSORS else 0.0
         if self._log.overdue:
             self.put(Tick())  # to copy the log takes a while: the thread does it after whatever it does
         else:
@@ -336,7 +321,13 @@ class Writer:
         """Nothing but releases, and nobody to whom a freed lock would be granted in the same transaction."""
         if self._locks.room.lines or self._owed:
             return False
-        return all(type(item) is tuple and all(type(one) is Release for one in item[1]) for item in group)
+        for item in group:
+            if type(item) is not tuple:
+                return False
+            for operation in item[1]:
+                if type(operation) is not Release:
+                    return False
+        return True
 
     def _do(self, item: Item) -> None:
         """One item. What fails alone is answered alone; what has ended the transaction is raised."""

@@ -80,7 +80,8 @@ class Service:
             outcome = (await self._store.apply((operation,)))[0]
         except StoreError as error:
             outcome = error
-        return self._answer_to(operation, outcome, began)
+        self.measured(operation, outcome, began)
+        return self._answer_to(operation, outcome)
 
     @property
     def can_begin(self) -> bool:
@@ -92,30 +93,36 @@ class Service:
         assert self._store.submit is not None
         self._store.submit(_Asked(self, operation, told), (operation,))
 
-    def answer_to(self, operation: Operation, outcome: Outcome | Exception, began: float) -> Answer:
-        """Like `_answer_to`, for whoever cannot be raised at."""
+    def tell(self, told: Callable[[Answer], None], operation: Operation, outcome: Outcome | Exception) -> None:
+        """As `one` does, for whoever cannot be raised at; what is counted waits until it has been told."""
         try:
-            return self._answer_to(operation, outcome, began)
+            answer = self._answer_to(operation, outcome)
         except Refusal as refusal:
-            return answer_of(refusal)
+            answer = answer_of(refusal)
         except Exception as error:
-            return answer_of(self._defect(error))
+            answer = answer_of(self._defect(error))
+        told(answer)
 
-    def _answer_to(self, operation: Operation, outcome: Outcome | Exception, began: float) -> Answer:
+    def _answer_to(self, operation: Operation, outcome: Outcome | Exception) -> Answer:
+        if isinstance(outcome, StoreBusy):
+            if type(operation) is Acquire:
+                return Answer(409, wire.encode(wire.busy_reply(operation.lock_name)))
+            raise Refusal(503, "the store is busy: try again", _RETRY_SOON)
+        if isinstance(outcome, StoreError):
+            raise self._unavailable(outcome) from outcome
+        if isinstance(outcome, Exception):
+            raise outcome
+        return self._answer(outcome)
+
+    def measured(self, operation: Operation, outcome: Outcome | Exception, began: float) -> None:
         op = _OPS[type(operation)]
         self._metrics.observe(op, (time.perf_counter() - began) * 1000)
         if isinstance(outcome, StoreBusy):
             self._count_busy(op, op)
-            if op == "acquire":
-                return Answer(409, wire.encode(wire.busy_reply(operation.lock_name)))
-            raise Refusal(503, "the store is busy: try again", _RETRY_SOON)
-        if isinstance(outcome, StoreError):
+        elif isinstance(outcome, Exception):
             self._metrics.count(op, "fail")
-            raise self._unavailable(outcome) from outcome
-        if isinstance(outcome, Exception):
-            raise outcome
-        self._count(op, outcome)
-        return self._answer(outcome)
+        else:
+            self._count(op, outcome)
 
     async def acquire_waiting(self, acquire: Acquire, wait_ms: int, gone: Callable[[], Awaitable[None]]) -> Answer:
         """`gone` returns when the client has left: then its place in the queue is given up."""
@@ -336,10 +343,16 @@ class _Asked:
         return False
 
     def set_result(self, outcomes: Sequence[Outcome]) -> None:
-        self._told(self._service.answer_to(self._operation, outcomes[0], self._began))
+        self._conclude(outcomes[0])
 
     def set_exception(self, error: Exception) -> None:
-        self._told(self._service.answer_to(self._operation, error, self._began))
+        self._conclude(error)
+
+    def _conclude(self, outcome: Outcome | Exception) -> None:
+        try:
+            self._service.tell(self._told, self._operation, outcome)
+        finally:
+            self._service.measured(self._operation, outcome, self._began)
 
 
 async def _call(gone: Callable[[], Awaitable[None]]) -> None:
