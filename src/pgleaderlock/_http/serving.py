@@ -19,7 +19,7 @@ from pgleaderlock._http.http1 import App, AtOnce, Connection, Connections
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 
-__all__ = ["HttpServer", "ListenError", "ServingLimits", "Tls", "check_tls", "is_loopback", "listen"]
+__all__ = ["HttpServer", "ListenError", "ServingLimits", "Tls", "address_of", "check_exposure", "is_loopback", "listen"]
 
 _BACKLOG = 1024
 _FLUSH_S = 0.5
@@ -56,6 +56,26 @@ def is_loopback(host: str) -> bool:
         return False
     addresses = {str(entry[4][0]) for entry in found}
     return all(address.startswith("127.") or address == "::1" for address in addresses)
+
+
+def check_exposure(host: str, token_file: Path | None, tls: Tls | None) -> None:
+    """Raises `ConfigurationError` for what would be unsafe, or cannot work."""
+    if token_file is None and not is_loopback(host):
+        raise ConfigurationError(
+            f"--host {host} can be reached from other machines, so --token-file is needed: "
+            "see docs/server.md for its form, or leave --host away to serve this machine only"
+        )
+    if tls is not None:
+        _check_tls(tls)
+
+
+def address_of(listening: socket.socket, *, has_tokens: bool, tls: Tls | None) -> str:
+    """The URL of what listens. Raises `ListenError` where others could reach it without a token."""
+    host, port = listening.getsockname()[:2]
+    if not has_tokens and not is_loopback(host):  # a name may mean something else than a moment ago
+        raise ListenError(f"{host} can be reached from other machines, so --token-file is needed")
+    shown = f"[{host}]" if ":" in host else host
+    return f"{'https' if tls else 'http'}://{shown}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -192,7 +212,7 @@ def _context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def check_tls(tls: Tls) -> None:
+def _check_tls(tls: Tls) -> None:
     """Raises `ConfigurationError` unless certificate and key can be read and belong together."""
     try:
         _context(tls)

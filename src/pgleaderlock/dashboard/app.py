@@ -8,7 +8,6 @@ Imports `api`, `feed`, `sessions`, `pages` and what `_http` shares. Must never s
 could not have it from the API.
 """
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,12 +25,14 @@ from pgleaderlock._http.answers import (
     Scope,
     Send,
     answer_of,
+    defect,
     echoed_request_id,
     send_answer,
 )
 from pgleaderlock._http.bodies import ClientGone, Waits, read_body
 from pgleaderlock._http.hosts import HostCheck
 from pgleaderlock._http.http1 import App
+from pgleaderlock._http.in_flight import InFlight
 from pgleaderlock._http.tokens import ANYONE, Caller, Tokens
 from pgleaderlock._logging import get_logger
 from pgleaderlock.dashboard import pages, wire
@@ -120,21 +121,15 @@ class DashboardApp:
         self._render = pages.render
         self._static = {b"/static/" + name.encode(): file for name, file in pages.static_files().items()}
         self._log = get_logger("pgleaderlock.dashboard")
-        self.in_flight = 0
-        """Requests of ours that have begun and are not answered yet; open streams are among them."""
-        self._answered = asyncio.Event()
+        self.in_flight = InFlight()
+        """Our own requests only; open streams are among them."""
 
     def stop(self) -> None:
         """Ends the streams, and whoever still sends."""
         self._rules.waits.stop()
         if self._feed is not None:
             self._feed.stop()
-        if not self.in_flight:
-            self._answered.set()
-
-    async def answered(self) -> None:
-        """Returns, after `stop()`, when no request of ours is in flight."""
-        await self._answered.wait()
+        self.in_flight.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -143,7 +138,7 @@ class DashboardApp:
             await self._inner(scope, receive, send)
             return
         began = time.perf_counter()
-        self.in_flight += 1
+        self.in_flight.begin()
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = echoed_request_id(headers.get(b"x-request-id"))
         status = 200
@@ -156,9 +151,7 @@ class DashboardApp:
                 assert self._feed is not None
                 await stream(self._feed, *answer, receive, send)
         finally:
-            self.in_flight -= 1
-            if self._rules.waits.stopping and not self.in_flight:
-                self._answered.set()
+            self.in_flight.end()
             if self._rules.access_log:
                 self._log_request(scope, status, request_id, began)
 
@@ -193,8 +186,7 @@ class DashboardApp:
             return answer_of(Refusal(400, text, (b"connection", b"close")))
         except Exception as error:
             self._log.error("request_failed", error, path=scope["path"], method=scope["method"])
-            text = "this request failed by a defect of the server: its log says more"
-            return answer_of(Refusal(503, text, (b"retry-after", b"1")))
+            return answer_of(defect())
 
     async def _route(
         self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive

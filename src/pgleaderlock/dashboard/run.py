@@ -16,7 +16,7 @@ from pgleaderlock._http.answers import Answer, Refusal
 from pgleaderlock._http.bodies import Waits
 from pgleaderlock._http.hosts import HostCheck
 from pgleaderlock._http.openapi import Operation
-from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, check_tls, is_loopback, listen
+from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, address_of, check_exposure, listen
 from pgleaderlock._http.tokens import Tokens
 from pgleaderlock._logging import get_logger
 from pgleaderlock.dashboard._reading import Ledger
@@ -24,7 +24,7 @@ from pgleaderlock.dashboard.api import Api
 from pgleaderlock.dashboard.app import DashboardApp, Rules
 from pgleaderlock.dashboard.description import OPERATIONS, openapi_bytes
 from pgleaderlock.dashboard.feed import Feed
-from pgleaderlock.errors import ConfigurationError, ConnectionError, PgLeaderLockError, SchemaError
+from pgleaderlock.errors import ConnectionError, PgLeaderLockError, SchemaError
 from pgleaderlock.server.run import Inside, ServerError
 from pgleaderlock.server.wire import StatusReply, encode
 
@@ -106,13 +106,7 @@ class DashboardSettings:
 
     def check(self) -> None:
         """Raises `ConfigurationError` for what would be unsafe."""
-        if self.token_file is None and not is_loopback(self.host):
-            raise ConfigurationError(
-                f"--host {self.host} can be reached from other machines, so --token-file is needed: "
-                "see docs/server.md for its form, or leave --host away to serve this machine only"
-            )
-        if self.tls is not None:
-            check_tls(self.tls)
+        check_exposure(self.host, self.token_file, self.tls)
 
 
 class DashboardServer:
@@ -135,9 +129,7 @@ class DashboardServer:
         listening = listen(settings.host, settings.port)
         self._ledger = Ledger(settings.ledger.dsn)
         try:
-            host, port = listening.getsockname()[:2]
-            if self._tokens is None and not is_loopback(host):  # a name may mean something else by now
-                raise ServerError(f"{host} can be reached from other machines, so --token-file is needed")
+            self.url = address_of(listening, has_tokens=self._tokens is not None, tls=settings.tls)
             await self._look()
         except BaseException:
             listening.close()
@@ -158,8 +150,6 @@ class DashboardServer:
         self._http = HttpServer(self._app, listening, limits, settings.tls)
         self._http.start()
         self._sweeping = asyncio.ensure_future(waits.run())
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"{'https' if settings.tls else 'http'}://{shown}:{port}"
 
     async def _look(self) -> None:
         try:
@@ -185,7 +175,7 @@ class DashboardServer:
         self._app.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
-                await self._app.answered()
+                await self._app.in_flight.answered()
                 return
         self._log.warning("requests_unanswered", after_s=_ANSWER_S)
 

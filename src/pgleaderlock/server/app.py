@@ -8,7 +8,6 @@ Imports `service`, `wire`, Starlette's router and what `_http` shares. Must neve
 locks.
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -34,6 +33,7 @@ from pgleaderlock._http.answers import (
 from pgleaderlock._http.bodies import ClientGone, Waits, check_json, read_body
 from pgleaderlock._http.exchange import Exchange
 from pgleaderlock._http.hosts import HostCheck
+from pgleaderlock._http.in_flight import InFlight
 from pgleaderlock._http.tokens import ANYONE, Caller, Tokens
 from pgleaderlock._logging import get_logger
 from pgleaderlock.server import wire
@@ -79,7 +79,7 @@ _READS: dict[bytes, _Read] = {b"acquire": _read_acquire, b"renew": _read_renew, 
 
 
 class LockApp:
-    """Call it with ASGI's three. `stop()` and `answered()` are for the end."""
+    """Call it with ASGI's three. `stop()` is for the end, and then `in_flight` tells when it has come."""
 
     def __init__(
         self,
@@ -100,27 +100,20 @@ class LockApp:
         self._openapi = openapi
         self._log = get_logger("pgleaderlock.server")
         self._log_each = access_log
-        self.in_flight = 0
-        """Requests that have begun and are not answered yet."""
-        self._answered = asyncio.Event()
+        self.in_flight = InFlight()
         self._router = Router(self._cold_routes(), redirect_slashes=False)
 
     def stop(self) -> None:
         """Interrupts everyone who waits: for a lock, or for the rest of a body."""
         self._service.stop()
         self._waits.stop()
-        if not self.in_flight:
-            self._answered.set()
-
-    async def answered(self) -> None:
-        """Returns, after `stop()`, when no request is in flight."""
-        await self._answered.wait()
+        self.in_flight.stop()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         began = time.perf_counter() if self._log_each else 0.0
-        self.in_flight += 1
+        self.in_flight.begin()
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = headers.get(b"x-request-id")
         if request_id is not None:
@@ -131,12 +124,7 @@ class LockApp:
             if self._log_each:
                 self._log_request(scope, answer, request_id, began)
         finally:
-            self._ended()
-
-    def _ended(self) -> None:
-        self.in_flight -= 1
-        if self._waits.stopping and not self.in_flight:
-            self._answered.set()
+            self.in_flight.end()
 
     async def _answer(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
         try:
@@ -199,13 +187,13 @@ class LockApp:
             return True
         if wait_ms:
             return False
-        self.in_flight += 1
+        self.in_flight.begin()
 
         def told(answer: Answer) -> None:
             try:
                 exchange.answer(answer, request_id)
             finally:
-                self._ended()
+                self.in_flight.end()
 
         self._service.begin(operation, told)
         return True

@@ -17,8 +17,9 @@ from urllib.parse import unquote
 from pgleaderlock._http.answers import Receive, Scope, Send
 from pgleaderlock._http.bodies import Waits
 from pgleaderlock._http.hosts import HostCheck
+from pgleaderlock._http.in_flight import InFlight
 from pgleaderlock._http.openapi import Operation
-from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, check_tls, is_loopback, listen
+from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, address_of, check_exposure, listen
 from pgleaderlock._http.tokens import Tokens
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
@@ -53,13 +54,7 @@ class ServerSettings:
 
     def check(self) -> None:
         """Raises `ConfigurationError` for what would be unsafe."""
-        if self.token_file is None and not is_loopback(self.host):
-            raise ConfigurationError(
-                f"--host {self.host} can be reached from other machines, so --token-file is needed: "
-                "see docs/server.md for its form, or leave --host away to serve this machine only"
-            )
-        if self.tls is not None:
-            check_tls(self.tls)
+        check_exposure(self.host, self.token_file, self.tls)
 
 
 def store_from_url(url: str, *, locks_max: int = LOCKS_MAX, waiters_max: int = WAITERS_MAX) -> Store:
@@ -94,13 +89,11 @@ class Inside:
 class Front(Protocol):
     """An application in front of the locks: it passes on what is not its own."""
 
-    in_flight: int
+    in_flight: InFlight
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]: ...
 
     def stop(self) -> None: ...
-
-    async def answered(self) -> None: ...
 
 
 class Mount(Protocol):
@@ -132,9 +125,7 @@ class LockServer:
         settings = self._settings
         listening = listen(settings.host, settings.port)
         try:
-            host, port = listening.getsockname()[:2]
-            if self._tokens is None and not is_loopback(host):  # a name may mean something else by now
-                raise ServerError(f"{host} can be reached from other machines, so --token-file is needed")
+            self.url = address_of(listening, has_tokens=self._tokens is not None, tls=settings.tls)
             try:
                 await self._store.open()
             except StoreError as error:
@@ -147,8 +138,6 @@ class LockServer:
                 await self._mount.close()
             await self._store.close()
             raise
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"{'https' if settings.tls else 'http'}://{shown}:{port}"
 
     def _assemble(self, listening: socket.socket, more: Sequence[Operation]) -> None:
         settings = self._settings
@@ -200,13 +189,13 @@ class LockServer:
         # Who has sent a whole request needs no more than a moment. The others wait, for a lock or for their own client.
         deadline = time.monotonic() + _MOMENT_S
         # An event in its place would have to be set and cleared by every request.
-        while any(app.in_flight for app in self._apps) and time.monotonic() < deadline:  # noqa: ASYNC110
+        while any(app.in_flight.count for app in self._apps) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_MOMENT_S / 20)
         for app in self._apps:
             app.stop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
                 for app in self._apps:
-                    await app.answered()
+                    await app.in_flight.answered()
                 return
         self._log.warning("requests_unanswered", after_s=_ANSWER_S)
