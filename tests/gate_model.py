@@ -1,8 +1,9 @@
 """The gate protocol as a model that runs: does at most one gate of a role act at a time?
 
 Three nodes with different settings (G, T, heartbeat) and clocks of different rates; pauses, cuts, lost and late
-messages, crashes of the database, dropped sessions, clean and unclean releases. The judge looks at real time only: no
-action of an older epoch after one of a newer epoch. Change this model before the protocol.
+messages, crashes of the database, dropped sessions, clean and unclean releases; and sometimes a node that was given
+another key for the role, so that its lock excludes nobody. The judge looks at real time only: no action of an older
+epoch after one of a newer epoch. Change this model before the protocol.
 
     python3 gate_model.py [schedules] [rule ...]
 
@@ -15,6 +16,7 @@ action of an older epoch after one of a newer epoch. Change this model before th
     seen_at_send  "first seen" is anchored before the poll's send instead of after its reply
     stale_read    the winning statement reads the predecessor's beat under a snapshot taken before the grant
     own_blind     a process that follows itself opens at once, although it was itself still waiting
+    two_keys      who holds the lock of another key wins, although the lock of the recorded one is held
 
 Imports the standard library only.
 """
@@ -29,12 +31,15 @@ from typing import NamedTuple
 
 __all__ = ["BROKEN", "Outcome", "run"]
 
-BROKEN = ("no_wait", "wait_g", "no_chain", "early_clean", "from_reply", "seen_at_send", "stale_read", "own_blind")
+BROKEN = (
+    "no_wait", "wait_g", "no_chain", "early_clean", "from_reply", "seen_at_send", "stale_read", "own_blind", "two_keys",
+)  # fmt: skip
 SETTINGS = ((6.0, 7.0, 3.0), (2.0, 3.0, 1.0), (12.0, 13.5, 6.0))  # G, T, heartbeat interval
 RATES = (1.0, 1.04, 1 / 1.04)  # fastest / slowest stays below the smallest T / G
 END_S = 240.0
 NEVER = 1e9
 PAUSES_S = (1.0, 4.0, 6.5, 8.0, 15.0)
+KEYS = (1, 1, 1, 2)
 
 
 class Outcome(NamedTuple):
@@ -62,6 +67,7 @@ class Row:
     session: int
     own_t: float
     wait_t: float
+    key: int
     clean: bool = False
 
 
@@ -73,6 +79,7 @@ class Node:
     gate_s: float
     lease_s: float
     beat_s: float
+    key: int
     session: int = 0
     epoch: int = 0
     opens_at: float = NEVER
@@ -93,13 +100,20 @@ class Node:
 
 
 @dataclass
-class Database:
-    """One role: who holds the lock, and the row that the winner writes."""
+class Held:
+    """A lock, and the session that holds it."""
 
-    holder: tuple[int, int] | None = None
+    by: tuple[int, int]
     """Node and session."""
-    idle_since: float = 0.0
-    lease_s: float = 0.0
+    idle_since: float
+    lease_s: float
+
+
+@dataclass
+class Database:
+    """One role: who holds its lock, under each of its keys, and the row that the winner writes."""
+
+    locks: dict[int, Held] = field(default_factory=dict)
     epoch: int = 0
     sessions: int = 0
     row: Row | None = None
@@ -108,8 +122,17 @@ class Database:
     """What the beats were at which time: for stale reads."""
 
     def drop_idle(self, t: float) -> None:
-        if self.holder is not None and t - self.idle_since >= self.lease_s:
-            self.holder = None
+        self.locks = {key: held for key, held in self.locks.items() if t - held.idle_since < held.lease_s}
+
+    def held_by(self, node: Node, session: int) -> bool:
+        held = self.locks.get(node.key)
+        return held is not None and held.by == (node.number, session)
+
+    def may_win(self, node: Node, rule: str) -> bool:
+        """The lock of its own key is free; and if the role is recorded under another, nobody holds that one."""
+        if node.key in self.locks:
+            return False
+        return self.row is None or self.row.key not in self.locks or rule == "two_keys"
 
 
 class Schedule:
@@ -120,7 +143,9 @@ class Schedule:
         self.rnd = rnd = random.Random(seed)
         self.events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self.order = itertools.count()
-        self.nodes = [Node(i, rnd.choice(RATES), rnd.uniform(0, 1e4), *rnd.choice(SETTINGS)) for i in range(3)]
+        self.nodes = [
+            Node(i, rnd.choice(RATES), rnd.uniform(0, 1e4), *rnd.choice(SETTINGS), rnd.choice(KEYS)) for i in range(3)
+        ]
         self.db = Database()
         self.acts: list[int] = []
 
@@ -169,10 +194,10 @@ class Schedule:
     def db_beat(self, t: float, node: Node, sent: float, session: int, settled: bool) -> None:
         db = self.db
         db.drop_idle(t)
-        alive = db.holder == (node.number, session)
+        alive = db.held_by(node, session)
         if alive:
             db.beats[session] += 1
-            db.idle_since = t
+            db.locks[node.key].idle_since = t
             db.past.append((t, dict(db.beats)))
             if settled and db.row is not None and db.row.session == session:
                 db.row.wait_t = node.lease_s  # the predecessor has been waited out: the chain ends here
@@ -195,16 +220,17 @@ class Schedule:
         db = self.db
         db.drop_idle(t)
         beats, row, won = db.beats, db.row, None
-        if self.rule == "stale_read" and db.holder is None:
+        wins = db.may_win(node, self.rule)
+        if self.rule == "stale_read" and wins:
             older = [then for when, then in db.past if when <= t - self.rnd.uniform(0, 1)]
             beats = older[-1] if older else beats
         before = row and Seen(row.session, beats.get(row.session), row.wait_t, row.own_t, row.clean)
-        if db.holder is None:
+        if wins:
             db.sessions += 1
             db.epoch += 1
-            db.holder, db.lease_s, db.idle_since = (node.number, db.sessions), node.lease_s, t
+            db.locks[node.key] = Held((node.number, db.sessions), t, node.lease_s)
             inherited = row.wait_t if row is not None and not row.clean else 0.0
-            db.row = Row(db.sessions, node.lease_s, max(node.lease_s, inherited))
+            db.row = Row(db.sessions, node.lease_s, max(node.lease_s, inherited), node.key)
             db.beats[db.sessions] = 1
             db.past.append((t, dict(db.beats)))
             won = (db.sessions, db.epoch)
@@ -244,8 +270,10 @@ class Schedule:
     def db_release(self, t: float, node: Node, session: int, clean: bool) -> None:
         db = self.db
         db.drop_idle(t)
-        if db.holder == (node.number, session) and db.row is not None:
-            db.row.clean, db.holder = clean, None
+        if db.held_by(node, session) and db.row is not None:
+            del db.locks[node.key]
+            if db.row.session == session:
+                db.row.clean = clean
 
     def fault(self, t: float) -> None:
         kind = self.rnd.choice(("pause", "cut", "crash", "drop", "release"))
@@ -255,7 +283,7 @@ class Schedule:
         elif kind == "cut":
             node.cut_until = t + self.rnd.uniform(1, 20)
         elif kind in ("crash", "drop"):
-            self.db.holder = None
+            self.db.locks.clear()
         elif node.session and t >= node.paused_until:
             clean = node.settled(t) or self.rule == "early_clean"
             session, node.session, node.deadline, node.opens_at = node.session, 0, -NEVER, NEVER
