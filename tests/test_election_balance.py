@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pgleaderlock import ConfigurationError, LeaderElection, LockState, _balancing, _winning, ledger
+from support.counts import count
 from support.elections import STEADY, admin, bounded, ledger_dsns, one, until
 
 ROLES = 20
@@ -51,6 +52,12 @@ def moves(superuser: str, space: str) -> int:
 
 async def settles(elections: Sequence[LeaderElection], wanted: list[int]) -> None:
     await until(lambda: shares(elections) == wanted, f"shares {wanted}")
+
+
+async def reaches(elections: Sequence[LeaderElection], wanted: list[int]) -> None:
+    """As `settles`, for so many roles that it takes its time."""
+    while shares(elections) != wanted:
+        await asyncio.sleep(0.2)
 
 
 async def many_beats(superuser: str, space: str, beats: int = 15) -> None:
@@ -114,6 +121,28 @@ async def test_roles_of_a_node_that_dies_are_spread_while_they_are_won(
         await many_beats(superuser, space)
         assert shares([b, c, d]) == [6, 7, 7]
         assert moves(superuser, space) - before <= 1, "nothing had to be moved afterwards"
+
+
+@pytest.mark.timeout(900)
+async def test_a_thousand_roles_move_no_more_than_they_must_when_nodes_join_and_die(
+    node: Callable[..., LeaderElection], superuser: str, space: str
+) -> None:
+    """As many as that with the counts of a proof; else fewer."""
+    many = count(30, 1000)
+    roles = [f"role-{number:04}" for number in range(many)]
+    a, b, c = (node(name, roles=roles) for name in "abc")
+    third = [many // 3, (many + 1) // 3, (many + 2) // 3]
+    async with a, asyncio.timeout(800):
+        await reaches([a], [many])
+        async with running(b, c):
+            await reaches([a, b, c], third)
+            joined = moves(superuser, space)
+            assert 2 * many // 3 <= joined <= 2 * many / 3 * 1.1
+            die(b)
+            await reaches([a, c], [many // 2, (many + 1) // 2])
+            await many_beats(superuser, space)
+            assert shares([a, c]) == [many // 2, (many + 1) // 2]
+            assert moves(superuser, space) - joined <= many / 3 * 0.1, "what was free was shared out, and not moved"
 
 
 async def test_a_node_that_goes_leaves_its_roles_to_the_others(
