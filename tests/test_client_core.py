@@ -234,6 +234,7 @@ def test_a_damaged_reply_is_never_read_in_another_way_than_h11_reads_it(
     "data",
     [
         b"HTTP/1.1 200 OK\r\nX: " + b"a" * http1.HEAD_BYTES_MAX,
+        b"HTTP/1.1 200 OK\r\ndate: " + b"a" * http1.HEAD_BYTES_MAX + b"\r\ncontent-length: 0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (http1.BODY_BYTES_MAX + 1),
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % (http1.BODY_BYTES_MAX + 1),
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;" + b"a" * http1.CHUNK_LINE_BYTES_MAX,
@@ -241,7 +242,7 @@ def test_a_damaged_reply_is_never_read_in_another_way_than_h11_reads_it(
         b"HTTP/1.1 100 Continue\r\n\r\n" * (http1.INTERIM_MAX + 1),
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: b\r\n" * (http1.INTERIM_MAX + 1),
     ],
-    ids=["head", "length", "chunk", "chunk line", "until the end", "interim", "trailers"],
+    ids=["head", "usual head", "length", "chunk", "chunk line", "until the end", "interim", "trailers"],
 )
 def test_a_server_cannot_make_the_client_keep_more_than_its_bounds(data: bytes) -> None:
     with pytest.raises(BadReply):
@@ -752,3 +753,8 @@ import pgleaderlock.client
 assert not [name for name in sys.modules if name.startswith(("pgleaderlock.server", "pgleaderlock._http"))]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_an_owner_is_text() -> None:
+    with pytest.raises(ConfigurationError, match="owner_id is 7: give text"):
+        public.LockClient("http://127.0.0.1:1", owner_id=7)  # type: ignore[arg-type]

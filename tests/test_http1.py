@@ -523,3 +523,22 @@ async def test_a_handshake_that_never_ends_takes_nobodys_place(tmp_path: Path) -
         with contextlib.suppress(ConnectionResetError):
             await no_tls.rest()
         await connect.nobody_left()
+
+
+@both_loops
+async def test_half_of_the_next_request_sets_no_deadline_for_the_one_before_it() -> None:
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    async def patient(scope: Any, receive: Any, send: Any) -> None:
+        asked.set()
+        await go.wait()
+        await echo(scope, receive, send)
+
+    async with serving(patient) as connect:
+        client = await connect(get("/first") + b"GET /sec")
+        await asyncio.wait_for(asked.wait(), PATIENCE_S)
+        (connection,) = connect.server._connections.open
+        assert connection.deadline == http1.NEVER
+        go.set()
+        client.send(b"ond HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        assert [body for _, body in bodies(await client.rest())] == [b"GET /first? ", b"GET /second? "]

@@ -117,13 +117,13 @@ def test_a_request_that_is_in_the_store_is_answered_before_the_end(tmp_path: Pat
     asked, go = tmp_path / "asked", tmp_path / "go"
     code = (
         "import asyncio, pathlib\n"
-        "from pgleaderlock.server.store_sqlite import SqliteStore\n"
-        "real = SqliteStore.submit\n"
-        "def submit(self, reply, operations):\n"
+        "from pgleaderlock.server._sqlite_writer import Writer\n"
+        "real = Writer.apply\n"
+        "def apply(self, request):\n"
         f"    pathlib.Path({str(asked)!r}).touch()\n"
-        f"    if pathlib.Path({str(go)!r}).exists(): real(self, reply, operations)\n"
-        "    else: asyncio.get_running_loop().call_later(0.01, submit, self, reply, operations)\n"
-        "SqliteStore.submit = submit"
+        f"    if pathlib.Path({str(go)!r}).exists(): real(self, request)\n"
+        "    else: asyncio.get_running_loop().call_later(0.01, apply, self, request)\n"
+        "Writer.apply = apply"
     )
     with lock_server(tmp_path, code=code) as server, concurrent.futures.ThreadPoolExecutor() as threads:
         in_flight = threads.submit(acquire, server, "last")

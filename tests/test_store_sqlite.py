@@ -20,6 +20,7 @@ import apsw
 import pytest
 
 from fakes import FakeClock
+from pgleaderlock._clock import BOOT_CLOCK
 from pgleaderlock.server import _sqlite_file, _sqlite_locks, _sqlite_log, _sqlite_writer, store_sqlite
 from pgleaderlock.server.store import (
     Acquire,
@@ -484,6 +485,81 @@ async def test_a_file_that_was_moved_away_grants_nothing_until_it_is_back(
             await store.apply([Acquire("other", "alice", 30_000)])
         aside.rename(moved)
         assert await store.apply([release_of(lease)]) == [Released()]
+
+
+async def test_one_that_is_moved_long_after_its_folder_last_changed_is_missed_all_the_same(
+    opened: OpenStore, path: Path
+) -> None:
+    async with opened() as store:
+        an_hour_ago = time.time() - 3600
+        os.utime(path.parent, (an_hour_ago, an_hour_ago))
+        await acquired(store, "job")  # looks at the folder, and need not look at the names again
+        path.rename(path.with_name("aside"))
+        with pytest.raises(StoreError, match="moved, removed or replaced"):
+            await store.apply([Acquire("other", "alice", 30_000)])
+
+
+async def test_the_file_is_missed_when_its_folder_is_gone(opened: OpenStore, tmp_path: Path) -> None:
+    folder = tmp_path / "locks"
+    folder.mkdir()
+    async with opened(path=folder / "locks.db") as store:
+        await acquired(store, "job")
+        folder.rename(tmp_path / "aside")
+        with pytest.raises(StoreError, match="moved, removed or replaced"):
+            await store.apply([Acquire("other", "alice", 30_000)])
+        (tmp_path / "aside").rename(folder)
+
+
+# --- Replies that are no futures
+
+
+class Told:
+    """Calls back with what it is told."""
+
+    def __init__(self, call: Callable[[Any], None]) -> None:
+        self._call = call
+
+    def done(self) -> bool:
+        return False
+
+    def cancelled(self) -> bool:
+        return False
+
+    def set_result(self, result: Any) -> None:
+        self._call(result)
+
+    def set_exception(self, exception: Exception) -> None:
+        self._call(exception)
+
+
+async def test_who_asks_again_when_it_is_told_does_not_put_the_next_waiter_off(opened: OpenStore) -> None:
+    """What is due is planned before anybody is told: the second question frees a lock for a short lease."""
+    done = asyncio.get_running_loop().create_future()
+    async with opened(clock=BOOT_CLOCK) as store, asyncio.timeout(PATIENCE_S):
+        lease = await acquired(store, "job")
+        short = asyncio.create_task(store.wait(Acquire("job", "short", 50), 60_000))
+        await until_waiting(store, "job", 1)
+        late = asyncio.create_task(store.wait(Acquire("job", "late", 30_000), 60_000))
+        await until_waiting(store, "job", 2)
+        store.submit(Told(lambda _: None), [Acquire("first", "me", 30_000)])  # on the loop's thread
+        again = Told(lambda _: store.submit(Told(done.set_result), [release_of(lease)]))
+        store.submit(again, [Acquire("second", "me", 30_000)])  # in the writer's
+        assert await done == [Released()]
+        assert isinstance(await short, Granted)
+        assert isinstance(await late, Granted), "nobody looked when the short lease had ended"
+
+
+async def test_a_reply_that_fails_keeps_nobody_else_from_its_answer(opened: OpenStore) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    async with opened() as store, asyncio.timeout(PATIENCE_S):
+        told = asyncio.get_running_loop().create_future()
+        for number in range(3):  # the first on the loop's thread, the others together in the writer's
+            store.submit(Told(fail), [Acquire(f"bad-{number}", "me", 30_000)])
+        store.submit(Told(told.set_result), [Acquire("good", "me", 30_000)])
+        (outcome,) = await told
+        assert isinstance(outcome, Granted)
 
 
 # --- Files that cannot be used

@@ -206,7 +206,7 @@ class Connection(asyncio.Protocol):
         self._url = b""
         self._headers = []
         self._head_left = self.shared.header_bytes_max
-        if self._answering is None:
+        if self._answering is None and not self._waiting:
             self._head_deadline = self.shared.loop.time() + self.shared.header_timeout_s
 
     def on_url(self, url: bytes) -> None:

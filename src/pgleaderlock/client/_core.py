@@ -147,6 +147,8 @@ class Core:
         self.clock = BOOT_CLOCK if clock is None else clock
         self.random = Random()  # jitter
         self._instance = uuid.uuid4().hex
+        if owner_id is not None and not isinstance(owner_id, str):
+            raise ConfigurationError(f"owner_id is {owner_id!r}: give text")
         self.owner_id = owner_id or f"{socket.gethostname()}-{os.getpid()}-{self._instance[:8]}"
         self._numbers = itertools.count(1)
         self._turn = 0

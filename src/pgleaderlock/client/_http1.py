@@ -28,7 +28,7 @@ _HEAD = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: " + _VALUE + rb")?(?:\
 # How our own server begins nearly every answer: nothing in it means anything but status and length.
 _USUAL_HEAD = re.compile(
     rb"HTTP/1\.1 (200|409) [A-Za-z]+\r\n"
-    rb"(?:(?:date|content-type|cache-control|x-content-type-options): [\x20-\x7e]*\r\n)*"
+    rb"(?:(?:date|content-type|cache-control|x-content-type-options): [\x20-\x7e]{0,200}\r\n){0,8}"
     rb"content-length: ([0-9]{1,6})\r\n\r\n"
 )
 _MEANT = re.compile(rb"\r\n(content-length|transfer-encoding|connection|retry-after):(" + _VALUE + rb")", re.IGNORECASE)

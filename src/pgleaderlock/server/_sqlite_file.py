@@ -116,12 +116,13 @@ class Identity:
 
     def verify(self) -> None:
         """Before each grant. While nothing has come into their folder or left it, both names are what they were."""
-        status = os.stat(self._folder)  # noqa: PTH116 - a Path costs more than the call
-        folder = (status.st_dev, status.st_ino, status.st_mtime_ns)
-        if folder == self._settled:
-            return
-        # Two changes within one tick of the system's clock look like one.
-        self._settled = folder if time.time_ns() - status.st_mtime_ns > FOLDER_SETTLED_NS else None
+        with contextlib.suppress(OSError):
+            status = os.stat(self._folder)  # noqa: PTH116 - a Path costs more than the call
+            folder = (status.st_dev, status.st_ino, status.st_mtime_ns)
+            if folder == self._settled:
+                return
+            # Two changes within one tick of the system's clock look like one.
+            self._settled = folder if time.time_ns() - status.st_mtime_ns > FOLDER_SETTLED_NS else None
         if self._are() != self._were:
             self._settled = None
             raise StoreError(

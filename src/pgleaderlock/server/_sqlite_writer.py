@@ -305,7 +305,7 @@ class Writer:
         """One release is one statement, and so a transaction by itself: whether it has freed something. It looks at the
         number of this run itself, and grants nothing wherever the file is by now. If it frees nothing, it is done
         again, after a closer look."""
-        if type(item) is not tuple or len(item[1]) != 1:
+        if type(item) is not tuple or len(item[1]) != 1 or self._connection.in_transaction:
             return False
         version = self._connection.data_version()
         self._begin_locks()

@@ -185,6 +185,10 @@ class LockApp:
         except Refusal as refusal:
             exchange.answer(answer_of(refusal), request_id)
             return True
+        except Exception as error:
+            self._log.error("request_failed", error, path=exchange.path.decode("latin-1"), method="POST")
+            exchange.answer(answer_of(defect()), request_id)
+            return True
         if wait_ms:
             return False
         self.in_flight.begin()

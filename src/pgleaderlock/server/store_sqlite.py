@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
+from pgleaderlock._logging import get_logger
 from pgleaderlock.server import _sqlite_file
 from pgleaderlock.server._sqlite_file import Claim, count_run, described, open_copier, open_reader, open_writer, sql
 from pgleaderlock.server._sqlite_locks import MS, Locks, Run, view
@@ -88,6 +89,7 @@ class SqliteStore:
         self._free_kept_ns = int(free_kept_s * S)
         self._clock = clock
         self._vfs = vfs
+        self._log = get_logger("pgleaderlock.server")
         self._writer: Writer | None = None
         self._timer: asyncio.Task[None] | None = None
         self._timer_ns: int | None = None
@@ -324,12 +326,7 @@ class SqliteStore:
 
     def _settle(self, answers: list[tuple[Reply, Any]], due_ns: int | None) -> None:
         """The answers of one transaction, in the event loop, and when the writer has to be woken next."""
-        for future, outcome in answers:
-            if not future.done():  # else its owner has gone
-                if isinstance(outcome, Exception):
-                    future.set_exception(outcome)
-                else:
-                    future.set_result(outcome)
+        # The timer first: whoever hears its answer may ask for something else at once, which sets it anew.
         if due_ns != self._timer_ns and self._closing is None:
             if self._timer is not None:
                 self._timer.cancel()
@@ -337,6 +334,16 @@ class SqliteStore:
             self._timer_ns = due_ns
             if due_ns is not None:
                 self._timer = self._loop.create_task(self._tick_at(due_ns))
+        for reply, outcome in answers:
+            if reply.done():
+                continue  # its owner has gone
+            try:
+                if isinstance(outcome, Exception):
+                    reply.set_exception(outcome)
+                else:
+                    reply.set_result(outcome)
+            except Exception as error:  # a defect in one: those behind it have their answers all the same
+                self._log.error("reply_failed", error)
 
     async def _tick_at(self, due_ns: int) -> None:
         # The clock counts in floats, and may wake us a moment too early: then nothing would be due.
