@@ -107,8 +107,6 @@ class Role:
 
     def saw(self, look: Look, at: float, history: History) -> None:
         """Remember who holds the role; `at` is the clock after the reply that showed it."""
-        if look is self.look:
-            return  # nothing is new, and the clock of the first sight counts
         self.look = look
         if look.session_id is None or look.beat is None:
             return

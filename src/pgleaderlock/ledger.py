@@ -135,7 +135,8 @@ class Ledger:
         self.history: History = (0, 0)
         self._tried: Mapping[str, KeyPair] = {}
         self._tried_columns: dict[str, object] = {}
-        self._seen: list[tuple[Any, ...]] = []
+        self._seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        """The last answer, each row by its holder and its marks."""
         self.has_operations = False
         """Whether the ledger is new enough for requests with outcomes, drained nodes, reservations and retention."""
 
@@ -192,7 +193,7 @@ class Ledger:
         if self.has_operations:
             name = "ledger_try_and_look_closely" if look_closely else "ledger_try_and_look_3"
         if roles is not self._tried:
-            self._tried, self._tried_columns, self._seen = roles, _columns(roles), []
+            self._tried, self._tried_columns, self._seen = roles, _columns(roles), {}
         rows = await self.session.rows(
             name,
             tuple_row,
@@ -201,9 +202,10 @@ class Ledger:
             **self._tried_columns,
             wanted="{" + ",".join(["t" if role in wanted else "f" for role in roles]) + "}",
         )
-        seen, self._seen = self._seen, rows
+        seen, self._seen = self._seen, {row[:2]: row for row in rows}
         names = list(roles)
-        return [look for row in rows if row[1] & NEVER_OLD or row not in seen for look in _looks(row, names)]
+        new = [row for row in rows if row[1] & NEVER_OLD or seen.get(row[:2]) != row]
+        return [look for row in new for look in _looks(row, names)]
 
     async def bump(self, roles: Mapping[str, KeyPair], *, wait_ms: int = 0) -> list[Bump]:
         """Begin terms for roles whose locks an earlier statement has taken."""
