@@ -1046,6 +1046,13 @@ def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     return seen
 
 
+async def the_thread_rests(store: SqliteStore) -> None:
+    """It has quite ended what it has answered."""
+    assert store._writer is not None
+    await asyncio.to_thread(store._writer._turn.acquire)
+    store._writer._turn.release()
+
+
 async def test_a_request_that_comes_alone_wakes_no_other_thread(
     opened: OpenStore, transactions: list[tuple[bool, int]]
 ) -> None:
@@ -1088,8 +1095,7 @@ async def test_after_a_crowd_the_next_one_is_not_done_in_the_loop(
         del transactions[:]
         await acquired(store, "after")
         assert transactions == [(False, 1)]
-        await asyncio.to_thread(store._writer._turn.acquire)  # type: ignore[union-attr] # the thread has quite ended
-        store._writer._turn.release()  # type: ignore[union-attr]
+        await the_thread_rests(store)
         store._writer._crowded_until = 0.0  # type: ignore[union-attr] # as if that moment had passed
         await acquired(store, "and after that")
         assert transactions == [(False, 1), (True, 1)]
@@ -1101,6 +1107,7 @@ async def test_after_a_slow_disk_the_loop_does_not_stand_still_again(
     async with opened() as store:
         await acquired(store, "fast")
         monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
+        monkeypatch.setattr(_sqlite_writer, "SLOW_FACTOR", 1e9)
         await turns_of_the_loop(1)
         await acquired(store, "slow")
         await turns_of_the_loop(1)
@@ -1113,9 +1120,23 @@ async def test_a_disk_that_is_slow_in_the_thread_is_not_tried_in_the_loop(
 ) -> None:
     async with opened() as store:
         monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
+        monkeypatch.setattr(_sqlite_writer, "SLOW_FACTOR", 1e9)
         await store.check()
+        await the_thread_rests(store)
         await acquired(store, "next")
         assert transactions == [(False, 1), (False, 1)]
+
+
+async def test_a_long_request_is_the_threads_and_says_nothing_about_the_disk(
+    opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as store:
+        monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
+        monkeypatch.setattr(_sqlite_writer, "SLOW_FACTOR", 1e9)
+        await store.apply([Acquire(f"job-{number}", "me", 30_000) for number in range(17)])
+        await the_thread_rests(store)
+        await acquired(store, "next")
+        assert transactions == [(False, 1), (True, 1)]
 
 
 async def test_to_copy_the_log_is_never_the_loops_work(

@@ -76,9 +76,10 @@ class Stop:
 
 
 Item = Apply | Ticket | Call | Cancel | Tick | Stop
+SHORT_MAX = 16
+"""A request of more operations than this is the thread's: it would keep the loop from everybody else."""
 SLOW_S = 0.005
 """A transaction that took longer than this was not one for the loop's thread."""
-SLOW_REMEMBERED_S = 1.0
 CROWD_REMEMBERED_S = 0.05
 """Where several come at once, more are to be expected: a sync for one of them would hold up all others."""
 SLOW_FACTOR = 50
@@ -157,7 +158,7 @@ class Writer:
 
     def apply(self, request: Apply) -> None:
         """At once, if nothing else is going on; else together with all other requests that the loop has at hand."""
-        if not self._gathered and self._is_quiet() and self._turn.acquire(blocking=False):
+        if not self._gathered and _is_short(request) and self._is_quiet() and self._turn.acquire(blocking=False):
             # A second one within the same turn of the loop means that there are more: those go to the thread.
             self._one_was_here = True
             try:
@@ -210,11 +211,11 @@ class Writer:
     def _remember(self, took_s: float) -> None:
         """Whoever did it: a disk that is slow in the thread would be slow in the loop."""
         if took_s > SLOW_S:
-            self._slow_until = self._loop.time() + max(SLOW_REMEMBERED_S, SLOW_FACTOR * took_s)
+            self._slow_until = self._loop.time() + SLOW_FACTOR * took_s
 
-    def _done(self, answers: Answers, due_ns: int | None, items: int, took_s: float) -> None:
-        self._outstanding -= items
-        if items == 1:
+    def _done(self, answers: Answers, due_ns: int | None, group: list[Item], took_s: float) -> None:
+        self._outstanding -= len(group)
+        if len(group) == 1 and _is_short(group[0]):  # what is long says nothing about the disk
             self._remember(took_s)
         self._settle(answers, due_ns)
 
@@ -234,7 +235,7 @@ class Writer:
                     answers.append((stop.future, None))
                 with contextlib.suppress(RuntimeError):  # the application's loop is gone, and nobody waits
                     due_ns, took_s = self._locks.room.next_due_ns, time.monotonic() - began
-                    self._loop.call_soon_threadsafe(self._done, answers, due_ns, len(group), took_s)
+                    self._loop.call_soon_threadsafe(self._done, answers, due_ns, group, took_s)
                 if stop is None:
                     self._log.due()
 
@@ -402,3 +403,7 @@ class Writer:
         room.look_at_all(int(self._clock.now() * 1e9) + RETRY_NS)
         # Each has an exception of its own: whoever raises it adds a traceback to it.
         return [(future, type(error)(*error.args)) for future in dict.fromkeys(futures)]
+
+
+def _is_short(item: Item) -> bool:
+    return type(item) is not tuple or len(item[1]) <= SHORT_MAX
