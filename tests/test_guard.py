@@ -462,6 +462,7 @@ async def test_a_waiter_that_waits_for_several_slices_holds_no_snapshot_for_long
             cursor = await look.execute(
                 "SELECT extract(epoch FROM clock_timestamp() - query_start)::float FROM pg_stat_activity"
                 " WHERE application_name LIKE 'pgleaderlock guard-%%' AND backend_xmin IS NOT NULL"
+                " AND query_start IS NOT NULL"  # else it has not sent a statement yet
             )
             ages += [row[0] for row in await cursor.fetchall()]
             await asyncio.sleep(0.02)
