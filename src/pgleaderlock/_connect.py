@@ -20,7 +20,7 @@ from psycopg.rows import dict_row
 from pgleaderlock._conninfo import CONNECT_TIMEOUT_S, Dsn, resolve
 from pgleaderlock.errors import ConfigurationError, ConnectionError
 
-__all__ = ["connect", "patience_s", "resolved", "sever"]
+__all__ = ["connect", "patience_s", "resolved", "retrieve", "sever"]
 
 UNLIMITED_CONNECT_S = 130.0
 
@@ -43,6 +43,12 @@ def sever(connection: psycopg.AsyncConnection[Any]) -> None:
     """
     with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
         twin.shutdown(socket.SHUT_RDWR)
+
+
+def retrieve(future: "asyncio.Future[Any]") -> None:
+    """As a callback: nobody is told on the standard error that nobody asked how it ended."""
+    if not future.cancelled():
+        future.exception()
 
 
 async def resolved(dsn: Dsn) -> str:

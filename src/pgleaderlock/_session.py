@@ -23,7 +23,7 @@ import psycopg
 from psycopg import pq
 from psycopg.rows import BaseRowFactory, dict_row
 
-from pgleaderlock._connect import connect, patience_s, resolved, sever
+from pgleaderlock._connect import connect, patience_s, resolved, retrieve, sever
 from pgleaderlock._conninfo import (
     REQUIRED,
     ConnectionSettings,
@@ -277,7 +277,7 @@ class DedicatedSession:
             raise self._loss.result()
         timeout_s = self._settings.statement_timeout_s
         inner = self._running = asyncio.ensure_future(self._execute(name, params, row_factory))
-        inner.add_done_callback(_retrieve)
+        inner.add_done_callback(retrieve)
         try:
             done, _ = await asyncio.wait([inner], timeout=timeout_s)
             if not done:
@@ -417,11 +417,6 @@ def _seconds(setting: str) -> float:
     """A time as `current_setting` shows it: `500ms`, `1s`, `2min`."""
     match = re.fullmatch(r"(\d+)(us|ms|s|min|h|d)?", setting)
     return float(match[1]) * _UNITS_S[match[2] or "ms"] if match else 1.0
-
-
-def _retrieve(future: "asyncio.Future[Any]") -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 _descriptors_of: dict[DedicatedSession, tuple[int, int]] = {}

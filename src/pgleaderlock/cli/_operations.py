@@ -17,6 +17,7 @@ from psycopg import sql
 
 from pgleaderlock import history
 from pgleaderlock._clock import BOOT_CLOCK
+from pgleaderlock._connect import sever
 from pgleaderlock._conninfo import scrub
 from pgleaderlock._election_settings import check_channel
 from pgleaderlock._election_setup import DEFAULT_CHANNEL
@@ -91,7 +92,7 @@ class LedgerLook(Look):
         try:
             return await super().rows(name, **params)
         except asyncio.CancelledError:
-            self._sever()  # or the end of the program would wait for a server that may be frozen
+            sever(self._connection)  # or the end of the program would wait for a server that may be frozen
             raise
 
     async def listen(self, channel: str) -> None:

@@ -7,10 +7,8 @@ Imports psycopg, `errors`, `_conninfo`, `_sql` and the standard library. No text
 """
 
 import asyncio
-import contextlib
 import os
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,7 +16,7 @@ from typing import Any, Self
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from pgleaderlock._connect import connect
+from pgleaderlock._connect import connect, retrieve, sever
 from pgleaderlock._conninfo import CONNECT_TIMEOUT_S, check_dsn, scrub
 from pgleaderlock._sql import statement
 from pgleaderlock.errors import ConnectionError, PgLeaderLockError, UnsafeSessionError
@@ -209,10 +207,10 @@ class Look:
     async def rows(self, name: str, **params: object) -> list[dict[str, Any]]:
         """The answer to a named statement, or a `ConnectionError` that says why there is none."""
         inner = asyncio.ensure_future(self._execute(name, params))
+        inner.add_done_callback(retrieve)  # at a Ctrl-C nobody asks for it any more
         done, _ = await asyncio.wait([inner], timeout=self.answer_timeout_s)
         if not done:
-            # Cancelling would make psycopg ask the silent server to cancel, and wait for that.
-            self._sever()
+            sever(self._connection)
             await asyncio.wait([inner], timeout=SEVER_TIMEOUT_S)
             raise ConnectionError(
                 f"the server did not answer within {self.answer_timeout_s:g} s: is it frozen or cut off?"
@@ -230,11 +228,6 @@ class Look:
     async def _execute(self, name: str, params: Mapping[str, object]) -> list[dict[str, Any]]:
         cursor = await self._connection.execute(statement(name), params)
         return await cursor.fetchall()
-
-    def _sever(self) -> None:
-        descriptor = os.dup(self._connection.pgconn.socket)
-        with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as twin:
-            twin.shutdown(socket.SHUT_RDWR)
 
 
 def _plain_params(dsn: str, application_name: str) -> dict[str, str]:
