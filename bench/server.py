@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import random
 import resource
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import psutil
@@ -269,10 +272,10 @@ async def under_attack(_dsn: str) -> Figure:
             async with AsyncLockClient(url) as client:
                 for block in range(ATTACK_BLOCKS + 1):
                     calm = await _healthy(client)
-                    attack = asyncio.create_task(_attack(port, random.Random(block)))
+                    attack = await asyncio.to_thread(_attacker, port, block)
                     hurt = await _healthy(client)
-                    attack.cancel()
-                    await asyncio.wait([attack])
+                    attack.kill()
+                    await asyncio.to_thread(attack.join)
                     if block:
                         quiet += calm
                         attacked += hurt
@@ -294,6 +297,25 @@ async def _healthy(client: AsyncLockClient) -> list[float]:
         took.append(time.perf_counter() - began)
         await asyncio.sleep(0.002)  # the pace of a healthy client
     return took
+
+
+def _attacker(port: int, seed: int) -> BaseProcess:
+    """In a process of its own: else the healthy client would be held up by its own program, and not by the server."""
+    spawn = multiprocessing.get_context("spawn")
+    begun = spawn.Event()
+    process = spawn.Process(target=_attack_for_ever, args=(port, seed, begun), daemon=True)
+    process.start()
+    assert begun.wait(60)
+    return process
+
+
+def _attack_for_ever(port: int, seed: int, begun: Event) -> None:
+    async def attack() -> None:
+        await _malformed(port, b"")
+        begun.set()
+        await _attack(port, random.Random(seed))
+
+    asyncio.run(attack())
 
 
 async def _attack(port: int, rng: random.Random) -> None:
