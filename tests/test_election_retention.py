@@ -149,10 +149,8 @@ async def test_it_goes_in_small_steps(
     assert one(superuser, left, space)["n"] == 0
 
 
-async def test_a_table_that_somebody_holds_costs_no_heartbeat(
-    node_dsn: str, superuser: str, space: str, often: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node that waited for the table would run into its statement's deadline, and lose its session and its term."""
+def cleanings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """What each cleaning from now on answers: whether there may be more."""
     real, done = ledger.Ledger.prune, list[bool]()
 
     async def prune(self: ledger.Ledger, keep_s: float) -> bool:
@@ -160,6 +158,14 @@ async def test_a_table_that_somebody_holds_costs_no_heartbeat(
         return done[-1]
 
     monkeypatch.setattr(ledger.Ledger, "prune", prune)
+    return done
+
+
+async def test_a_table_that_somebody_holds_costs_no_heartbeat(
+    node_dsn: str, superuser: str, space: str, often: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that waited for the table would run into its statement's deadline, and lose its session and its term."""
+    done = cleanings(monkeypatch)
     write_history(superuser, space)
     with admin(superuser) as conn:
         async with running(node_dsn, space, late_threshold_s=2.0, session_lease_s=3.0) as election:
@@ -185,13 +191,7 @@ async def test_without_a_retention_nothing_goes(node_dsn: str, superuser: str, s
 async def test_a_cleaning_that_the_server_refuses_costs_no_session(
     node_dsn: str, superuser: str, space: str, often: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, done = ledger.Ledger.prune, list[bool]()
-
-    async def prune(self: ledger.Ledger, keep_s: float) -> bool:
-        done.append(await real(self, keep_s))
-        return done[-1]
-
-    monkeypatch.setattr(ledger.Ledger, "prune", prune)
+    done = cleanings(monkeypatch)
     write_history(superuser, space)
     with admin(superuser) as conn:
         conn.execute("REVOKE EXECUTE ON FUNCTION pgleaderlock.prune FROM election_plain")

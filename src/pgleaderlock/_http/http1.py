@@ -6,30 +6,23 @@ the other in the order in which they came, everything has a bound, and a client 
 All of it happens on the event loop's own thread. A server that speaks HTTP in threads of its own costs every request
 two changes of thread, and one with a body four: more than an acquire takes beside its disk.
 
-Imports httptools, `exchange`, `answers` and the standard library. Must never keep more of a request than its bounds
-allow, and never answer out of turn.
+Imports httptools, `connections`, `exchange`, `answers` and the standard library. Must never keep more of a request than
+its bounds allow, and never answer out of turn.
 """
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from email.utils import formatdate
 from http import HTTPStatus
 from typing import cast
 
 import httptools
 
-from pgleaderlock._http.answers import Message, Receive, Refusal, Scope, Send, answer_of, header_lines, start_of
+from pgleaderlock._http.answers import Message, Refusal, answer_of, header_lines, start_of
+from pgleaderlock._http.connections import Connections
 from pgleaderlock._http.exchange import Exchange
 from pgleaderlock._logging import get_logger
 
-__all__ = ["App", "AtOnce", "Connection", "Connections"]
-
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-AtOnce = Callable[[Exchange], bool]
-"""Takes a request that has come as a whole, and answers it by `Exchange.answer`, now or later, without a task of its
-own. False leaves it to the application."""
+__all__ = ["Connection"]
 
 HEADER_LINES_MAX = 100
 BODY_BUFFER_BYTES_MAX = 256 * 1024
@@ -47,54 +40,6 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 _STATUS_LINES = {int(status): f"HTTP/1.1 {int(status)} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 _log = get_logger("pgleaderlock.server")
-
-
-class Connections:
-    """All connections of a server, and what they share."""
-
-    def __init__(
-        self,
-        app: App,
-        *,
-        header_timeout_s: float,
-        header_bytes_max: int,
-        scheme: str,
-        at_once: AtOnce | None = None,
-    ) -> None:
-        self.app = app
-        self.at_once = at_once
-        self.header_timeout_s = header_timeout_s
-        self.header_bytes_max = header_bytes_max
-        self.scheme = scheme
-        self.loop = asyncio.get_running_loop()
-        self.open: set[Connection] = set()
-        self.stopping = False
-        self.fewer = asyncio.Event()
-        """Set whenever a connection has ended."""
-        self._date_s = 0
-        self._date = b""
-
-    def sweep(self) -> None:
-        """Ends those that are late: with a header, with reading their answer, or with leaving after the last one."""
-        now = self.loop.time()
-        for connection in [each for each in self.open if each.deadline <= now]:
-            connection.abort()
-
-    def stop(self) -> None:
-        """What has begun is answered, and then its connection is closed; the others are closed now."""
-        self.stopping = True
-        for connection in list(self.open):
-            connection.close_if_idle()
-
-    def abort(self) -> None:
-        for connection in list(self.open):
-            connection.abort()
-
-    def date(self) -> bytes:
-        now_s = int(time.time())
-        if now_s != self._date_s:
-            self._date_s, self._date = now_s, b"date: %s\r\n" % formatdate(now_s, usegmt=True).encode()
-        return self._date
 
 
 class Connection(asyncio.Protocol):

@@ -2,7 +2,7 @@
 
 We accept connections ourselves, one at a time, so that those beyond the limit wait in the kernel for their turn.
 
-Imports `http1`. Must never touch signals: who serves decides when to stop.
+Imports `http1` and `connections`. Must never touch signals: who serves decides when to stop.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pgleaderlock._http.http1 import App, AtOnce, Connection, Connections
+from pgleaderlock._http.connections import App, AtOnce, Connections
+from pgleaderlock._http.http1 import Connection
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 

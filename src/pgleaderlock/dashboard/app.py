@@ -30,8 +30,8 @@ from pgleaderlock._http.answers import (
     send_answer,
 )
 from pgleaderlock._http.bodies import ClientGone, Waits, read_body
+from pgleaderlock._http.connections import App
 from pgleaderlock._http.hosts import HostCheck
-from pgleaderlock._http.http1 import App
 from pgleaderlock._http.in_flight import InFlight
 from pgleaderlock._http.tokens import ANYONE, Caller, Tokens
 from pgleaderlock._logging import get_logger

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
+from pgleaderlock._connect import retrieve
 from pgleaderlock.server._postgres_pool import BATCH_OPERATIONS_MAX, Pool, lasts, nothing_came_of
 from pgleaderlock.server._postgres_queue import NEVER, NOW, Alarm, Queues, Waiter
 from pgleaderlock.server._postgres_wire import new_lease_id, outcome_of, waiting
@@ -247,7 +248,7 @@ class Waiting:
         if BOOT_CLOCK.now() > self._ticked_at + 2 * TICK_S:
             if self._ticking is None or self._ticking.done():
                 self._ticking = asyncio.create_task(self._tick(), name="pgleaderlock-locks-tick")
-                self._ticking.add_done_callback(_retrieve)
+                self._ticking.add_done_callback(retrieve)
             await asyncio.shield(self._ticking)
 
     def _beat(self) -> None:
@@ -332,8 +333,3 @@ class Waiting:
 
 def _abandon(waiter: Waiter) -> str:
     return waiting("abandon", waiter.acquire, None, waiter.lease_ids, waiter=waiter.number)
-
-
-def _retrieve(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled():
-        task.exception()
