@@ -13,6 +13,8 @@ import pytest
 import uvloop
 
 from pgleaderlock._http import http1
+from pgleaderlock._http.answers import Answer
+from pgleaderlock._http.exchange import Exchange
 from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, listen
 
 PATIENCE_S = 20.0
@@ -98,9 +100,11 @@ async def answered() -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: App, tls: Tls | None = None, **limits: Any) -> AsyncIterator[Connect]:
+async def serving(
+    app: App, tls: Tls | None = None, at_once: Callable[[Exchange], bool] | None = None, **limits: Any
+) -> AsyncIterator[Connect]:
     listening = listen("127.0.0.1", 0)
-    connect = Connect(HttpServer(app, listening, ServingLimits(**limits), tls), listening.getsockname())
+    connect = Connect(HttpServer(app, listening, ServingLimits(**limits), tls, at_once), listening.getsockname())
     connect.server.start()
     try:
         yield connect
@@ -542,3 +546,88 @@ async def test_half_of_the_next_request_sets_no_deadline_for_the_one_before_it()
         go.set()
         client.send(b"ond HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
         assert [body for _, body in bodies(await client.rest())] == [b"GET /first? ", b"GET /second? "]
+
+
+# --- Answered at once, without a task
+
+
+async def begun(connect: Connect) -> None:
+    """Its one connection has begun a request."""
+    while not any(connection._answering for connection in connect.server._connections.open):
+        await asyncio.sleep(0)
+
+
+def text(body: bytes) -> Answer:
+    return Answer(200, body)
+
+
+@both_loops
+async def test_what_is_answered_at_once_later_and_by_the_application_comes_in_the_order_of_the_requests() -> None:
+    later: list[Exchange] = []
+
+    def at_once(exchange: Exchange) -> bool:
+        if exchange.path == b"/later":
+            later.append(exchange)
+            asyncio.get_running_loop().call_soon(exchange.answer, text(b"later"), None)
+        elif exchange.path == b"/now":
+            exchange.answer(text(b"now"), None)
+        return exchange.path != b"/app"
+
+    paths = ["/now", "/later", "/app", "/now", "/later", "/now", "/app"]
+    async with serving(echo, at_once=at_once) as connect:
+        client = await connect(b"".join(get(path) for path in paths) + get("/now", CLOSE))
+        answers = [body for _, body in bodies(await client.rest())]
+        assert answers == [
+            b"now", b"later", b"GET /app? ", b"now", b"later", b"now", b"GET /app? ", b"now",
+        ]  # fmt: skip
+        assert len(later) == 2
+        await connect.nobody_left()
+
+
+@both_loops
+async def test_hundreds_of_requests_answered_at_once_in_one_go_need_no_deeper_stack() -> None:
+    deepest = 0
+
+    def at_once(exchange: Exchange) -> bool:
+        nonlocal deepest
+        deepest = max(deepest, len(inspect.stack(0)))
+        exchange.answer(text(b"now"), None)
+        return True
+
+    async with serving(echo, at_once=at_once) as connect:
+        await (await connect(get("/", CLOSE))).rest()
+        alone = deepest
+        answers = bodies(await (await connect(get("/") * 300 + get("/", CLOSE))).rest())
+        assert len(answers) == 301
+        assert deepest <= alone + 2
+
+
+@both_loops
+async def test_who_does_not_read_is_answered_by_a_task_that_waits_for_it() -> None:
+    by_a_task = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        by_a_task.set()
+        await echo(scope, receive, send)
+
+    def at_once(exchange: Exchange) -> bool:
+        exchange.answer(text(bytes(8 * 1024 * 1024)), None)
+        return True
+
+    async with serving(app, at_once=at_once) as connect:
+        client = await connect()
+        client.deafen()
+        client.send(get("/") * 3)
+        await asyncio.wait_for(by_a_task.wait(), PATIENCE_S)
+
+
+@both_loops
+async def test_a_body_that_has_not_come_as_a_whole_is_the_applications() -> None:
+    def at_once(exchange: Exchange) -> bool:
+        raise AssertionError("half of a request")
+
+    async with serving(echo, at_once=at_once) as connect:
+        client = await connect(b"POST /half HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: 4\r\n\r\nab")
+        await asyncio.wait_for(begun(connect), PATIENCE_S)
+        client.send(b"cd")
+        assert [body for _, body in bodies(await client.rest())] == [b"POST /half? abcd"]

@@ -306,16 +306,14 @@ class Writer:
         """One release is one statement, and so a transaction by itself: whether it has freed something. It looks at the
         number of this run itself, and grants nothing wherever the file is by now. If it frees nothing, it is done
         again, after a closer look."""
-        if type(item) is not tuple or len(item[1]) != 1 or self._connection.in_transaction:
+        if type(item) is not tuple or len(item[1]) != 1:
             return False
-        version = self._connection.data_version()
         self._begin_locks()
         self._do(item)
         if self._locks.answers[-1][1] != [RELEASED]:
             self._locks.answers.clear()
             return False
-        if self._data_version == version == self._connection.data_version() - 1:
-            self._data_version = version + 1  # it was ours, and the only one
+        self._data_version = self._connection.data_version()  # verified by the statement itself
         return True
 
     def _only_frees(self, group: list[Item]) -> bool:
