@@ -286,6 +286,43 @@ def test_a_connection_is_reused_only_after_a_reply_that_ends_for_certain(data: b
     assert read(data) == (200, b"{}", stays)
 
 
+USUAL = b"HTTP/1.1 200 OK\r\ndate: today\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("pieces", "body", "stays"),
+    [
+        ([USUAL + b"[]"], b"[]", True),
+        ([USUAL + b"[", b"]"], b"[]", True),
+        ([USUAL, b"[]"], b"[]", True),
+        ([USUAL[:-1], b"\n[]"], b"[]", True),
+        ([USUAL + b"[]" + USUAL], b"[]", False),
+        ([USUAL.replace(b": 2", b": 3") + b"[ ]"], b"[ ]", True),
+        ([USUAL.replace(b"date: today", b"connection: close") + b"[]"], b"[]", False),
+    ],
+    ids=["whole", "in the body", "after the head", "in the head", "and more", "another length", "and close"],
+)
+def test_a_reply_whose_head_has_come_before_is_read_like_the_first(
+    pieces: list[bytes], body: bytes, stays: bool
+) -> None:
+    connection = HttpConnection(b"")
+    for _ in range(2):
+        connection.encode(Request(b"GET", b"/"))
+        assert connection.feed(USUAL + b"{}") == Reply(200, b"{}")
+    connection.encode(Request(b"GET", b"/"))
+    replies = [connection.feed(piece) for piece in pieces]
+    assert replies == [*[None] * (len(pieces) - 1), Reply(200, body)]
+    assert connection.reusable is stays
+
+
+def test_a_server_whose_heads_all_differ_cannot_make_the_client_keep_them() -> None:
+    connection = HttpConnection(b"")
+    for number in range(100):
+        connection.encode(Request(b"GET", b"/"))
+        assert connection.feed(USUAL.replace(b"today", b"%d" % number) + b"{}") == Reply(200, b"{}")
+    assert len(connection._known_heads) <= http1.KNOWN_HEADS_MAX
+
+
 # -- what a grant is worth --------------------------------------------------------------------------------------------
 
 

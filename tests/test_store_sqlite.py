@@ -134,16 +134,19 @@ async def test_every_grant_is_synced(opened: OpenStore, disk: Disk) -> None:
         connection = store._locks._connection
         assert connection.execute("PRAGMA synchronous").get == 2
         assert connection.execute("PRAGMA journal_mode").get == "wal"
-        for number in range(5):
+        for number in (0, 1, 2, 0, 1, 2):  # new ones, and those that are known and free
             before = disk.syncs
-            await acquired(store, f"job-{number}")
+            lease = await acquired(store, f"job-{number}")
             assert disk.syncs > before
+            await store.apply([release_of(lease)])
 
 
 async def test_mere_releases_wait_for_no_disk_and_the_grant_after_them_does(opened: OpenStore, disk: Disk) -> None:
     async with opened(vfs=disk.name) as store:
         leases = [await acquired(store, f"job-{number}") for number in range(3)]
         before = disk.syncs
+        await all_is_quiet(store)
+        assert await store.apply([release_of(leases[2])]) == [Released()]
         assert await store.apply([release_of(lease) for lease in leases[:2]]) == [Released(), Released()]
         assert disk.syncs == before
         await acquired(store, "job-0")
@@ -463,14 +466,25 @@ async def test_a_forked_child_is_refused_and_does_not_keep_the_file_of_its_dead_
 async def test_one_that_lost_the_file_to_another_grants_nothing_any_more(opened: OpenStore, path: Path) -> None:
     async with opened() as old:
         lease = await acquired(old, "job")
+        await old.apply([release_of(await acquired(old, "free"))])
         Path(f"{path}-owner").unlink()  # the claim is lost: only the number of the run is left to tell
         async with opened() as new:
-            with pytest.raises(StoreError, match="opened by another lock server"):
-                await old.apply([release_of(lease)])
+            for operation in (release_of(lease), renew_of(lease), Acquire("free", "alice", 30_000)):
+                await all_is_quiet(old)
+                with pytest.raises(StoreError, match="opened by another lock server"):
+                    await old.apply([operation])
             with pytest.raises(StoreError, match="opened by another lock server"):
                 await old.check()
             assert await new.apply([release_of(lease)]) == [Released()]
             assert (await acquired(new, "job")).fencing_token == 2
+            assert (await acquired(new, "free")).fencing_token == 2
+
+
+async def it_is_time_to_look() -> None:
+    """The names were looked at a moment ago, and are not looked at before each grant."""
+    until = time.monotonic() + _sqlite_file.LOOK_AGAIN_S
+    while time.monotonic() < until:
+        await asyncio.sleep(_sqlite_file.LOOK_AGAIN_S)
 
 
 @pytest.mark.parametrize("suffix", ["", "-wal"], ids=["file", "log"])
@@ -479,12 +493,17 @@ async def test_a_file_that_was_moved_away_grants_nothing_until_it_is_back(
 ) -> None:
     async with opened() as store:
         lease = await acquired(store, "job")
+        await store.apply([release_of(await acquired(store, "free"))])
         moved, aside = Path(f"{path}{suffix}"), path.with_name("aside")
         moved.rename(aside)
-        with pytest.raises(StoreError, match="moved, removed or replaced"):
-            await store.apply([Acquire("other", "alice", 30_000)])
+        await it_is_time_to_look()
+        for operation in (Acquire("other", "alice", 30_000), Acquire("free", "alice", 30_000), renew_of(lease)):
+            await all_is_quiet(store)
+            with pytest.raises(StoreError, match="moved, removed or replaced"):
+                await store.apply([operation])
         aside.rename(moved)
         assert await store.apply([release_of(lease)]) == [Released()]
+        assert (await acquired(store, "free")).fencing_token == 2
 
 
 async def test_one_that_is_moved_long_after_its_folder_last_changed_is_missed_all_the_same(
@@ -495,6 +514,7 @@ async def test_one_that_is_moved_long_after_its_folder_last_changed_is_missed_al
         os.utime(path.parent, (an_hour_ago, an_hour_ago))
         await acquired(store, "job")  # looks at the folder, and need not look at the names again
         path.rename(path.with_name("aside"))
+        await it_is_time_to_look()
         with pytest.raises(StoreError, match="moved, removed or replaced"):
             await store.apply([Acquire("other", "alice", 30_000)])
 
@@ -505,6 +525,7 @@ async def test_the_file_is_missed_when_its_folder_is_gone(opened: OpenStore, tmp
     async with opened(path=folder / "locks.db") as store:
         await acquired(store, "job")
         folder.rename(tmp_path / "aside")
+        await it_is_time_to_look()
         with pytest.raises(StoreError, match="moved, removed or replaced"):
             await store.apply([Acquire("other", "alice", 30_000)])
         (tmp_path / "aside").rename(folder)
@@ -822,6 +843,49 @@ async def test_a_sync_that_fails_is_told_and_its_token_is_not_lost(opened: OpenS
         await held(store, "job")
 
 
+@pytest.mark.parametrize("renews", [False, True], ids=["grant", "renewal"])
+async def test_when_a_lone_operation_fails_only_its_owner_is_told_and_nothing_has_changed(
+    opened: OpenStore, disk: Disk, renews: bool
+) -> None:
+    told: list[Any] = []
+    async with opened(vfs=disk.name) as store:
+        lease = await acquired(store, "held")
+        await store.apply([release_of(await acquired(store, "free"))])
+        await all_is_quiet(store)
+        store.submit(Told(told.append), [Acquire("before", "alice", 30_000)])
+        assert len(told) == 1
+        await all_is_quiet(store)
+        disk.sync_fails = True
+        with pytest.raises(StoreError, match="disk gave an error"):
+            await store.apply([renew_of(lease, 1) if renews else Acquire("free", "alice", 30_000)])
+        disk.sync_fails = False
+        assert len(told) == 1, "who has had an answer gets no other one"
+        assert await store.sweep() == Sweep(0, 2)
+        assert (await store.get("held")).version == 1
+        assert (await acquired(store, "free")).fencing_token == 2
+
+
+async def test_a_lease_that_has_expired_is_followed_by_the_next_token_and_counted_once(
+    opened: OpenStore, clock: FakeClock
+) -> None:
+    async with opened() as store:
+        await acquired(store, "job", ttl_ms=1_000)
+        clock.advance(2)
+        assert (await acquired(store, "job")).fencing_token == 2
+        await turns_of_the_loop(1)
+        assert await store.sweep() == Sweep(0, 1)
+
+
+async def test_a_freed_lock_that_somebody_waits_for_is_not_granted_past_the_line(opened: OpenStore) -> None:
+    async with opened() as store, asyncio.timeout(PATIENCE_S):
+        lease = await acquired(store, "job")
+        waiting = asyncio.create_task(store.wait(Acquire("job", "bob", 30_000), 600_000))
+        await until_waiting(store, "job", 1)
+        assert await store.apply([release_of(lease)]) == [Released()]
+        assert (await held(store, "job", "carol")).current_owner_id == "bob"
+        assert isinstance(await waiting, Granted)
+
+
 async def test_a_file_that_has_become_read_only_is_told(opened: OpenStore) -> None:
     async with opened() as store:
         store._locks._connection.execute("PRAGMA query_only = ON")
@@ -831,10 +895,12 @@ async def test_a_file_that_has_become_read_only_is_told(opened: OpenStore) -> No
         await acquired(store, "job")
 
 
+@pytest.mark.parametrize("alone", [True, False])
 async def test_a_lease_whose_waiter_has_gone_is_given_back_even_if_the_disk_was_full(
-    opened: OpenStore, disk: Disk
+    opened: OpenStore, disk: Disk, alone: bool
 ) -> None:
     async with opened(vfs=disk.name) as store:
+        await store.apply([release_of(await acquired(store, "free"))])
         gone = asyncio.create_task(store.wait(Acquire("job", "bob", 600_000), 600_000))
         before = disk.syncs
         await asyncio.sleep(0)
@@ -846,7 +912,11 @@ async def test_a_lease_whose_waiter_has_gone_is_given_back_even_if_the_disk_was_
             await store.check()
         assert (await store.get("job")).held
         disk.full = False
-        await store.check()
+        if alone:
+            await all_is_quiet(store)
+            await acquired(store, "free")
+        else:
+            await store.check()
         assert not (await store.get("job")).held
 
 
@@ -1034,14 +1104,21 @@ async def test_refusals_do_not_keep_the_log_from_starting_again(
 def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """One entry a transaction: whether the event loop's thread did it, and of how many items."""
     seen: list[tuple[bool, int]] = []
-    real = _sqlite_writer.Writer._transact
+    real, real_alone = _sqlite_writer.Writer._transact, _sqlite_writer.Writer._alone
     loop_thread = threading.get_ident()
 
     def transact(self: Any, group: list[Any], *, closing: bool) -> Any:
         seen.append((threading.get_ident() == loop_thread, len(group)))
         return real(self, group, closing=closing)
 
+    def alone(self: Any, request: Any) -> Any:
+        answers = real_alone(self, request)
+        if answers is not None:
+            seen.append((threading.get_ident() == loop_thread, 1))
+        return answers
+
     monkeypatch.setattr(_sqlite_writer.Writer, "_transact", transact)
+    monkeypatch.setattr(_sqlite_writer.Writer, "_alone", alone)
     monkeypatch.setattr(_sqlite_writer, "SLOW_S", float("inf"))  # however slow this machine's disk is now
     return seen
 
@@ -1051,6 +1128,13 @@ async def the_thread_rests(store: SqliteStore) -> None:
     assert store._writer is not None
     await asyncio.to_thread(store._writer._turn.acquire)
     store._writer._turn.release()
+
+
+async def all_is_quiet(store: SqliteStore) -> None:
+    """Nothing is under way, and whatever has been was long ago: what comes next is done in the loop."""
+    await the_thread_rests(store)
+    await turns_of_the_loop(1)
+    store._writer._threads_until = 0.0  # type: ignore[union-attr] # as if those moments had passed
 
 
 async def test_a_request_that_comes_alone_wakes_no_other_thread(
@@ -1095,8 +1179,7 @@ async def test_after_a_crowd_the_next_one_is_not_done_in_the_loop(
         del transactions[:]
         await acquired(store, "after")
         assert transactions == [(False, 1)]
-        await the_thread_rests(store)
-        store._writer._crowded_until = 0.0  # type: ignore[union-attr] # as if that moment had passed
+        await all_is_quiet(store)
         await acquired(store, "and after that")
         assert transactions == [(False, 1), (True, 1)]
 
@@ -1165,14 +1248,23 @@ async def test_who_was_cancelled_before_its_turn_gets_nothing(opened: OpenStore)
         assert isinstance((await first)[0], Granted)
 
 
-async def test_a_store_whose_writer_has_ended_says_so(opened: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with opened() as store:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_store_whose_writer_has_ended_says_so_and_can_be_closed(opened: OpenStore) -> None:
+    def defect() -> Any:
+        raise RuntimeError("a defect")
+
+    async with opened() as store, asyncio.timeout(PATIENCE_S):
+        lease = await acquired(store, "job")
         writer = store._writer
         assert writer is not None
-        with monkeypatch.context() as broken:
-            broken.setattr(type(writer), "alive", False)
-            with pytest.raises(StoreError, match="restart the server"):
-                await store.apply([Acquire("job", "bob", 600_000)])
+        writer._take = defect  # type: ignore[method-assign]
+        await store.check()  # what the thread has taken is the last that it does
+        await asyncio.to_thread(writer.join)
+        with pytest.raises(StoreError, match="restart the server"):
+            await store.apply([Acquire("job", "bob", 600_000)])
+        await store.close()
+    async with opened() as store:
+        assert (await store.get("job")).lease_id == lease.lease_id
 
 
 async def test_a_link_to_the_file_is_the_file(opened: OpenStore, path: Path, tmp_path: Path) -> None:

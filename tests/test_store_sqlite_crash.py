@@ -72,7 +72,7 @@ def test_a_kill_at_any_moment_loses_no_grant_reuses_no_token_and_grants_nothing_
     assert grants > 50
 
 
-async def fill(disk: Disk, folder: Path) -> int:
+async def fill(disk: Disk, folder: Path, *, alone: bool) -> int:
     """Grants and releases on a few locks; marks each answer in the record. Gives where the record of them begins."""
     store = SqliteStore(folder / "locks.db", vfs=disk.name)
     await store.open()
@@ -81,23 +81,26 @@ async def fill(disk: Disk, folder: Path) -> int:
     async def client(number: int) -> None:
         for turn in range(40):
             name = f"lock-{(number + turn) % 4}"
-            lease = await store.wait(Acquire(name, f"owner-{number}", 30_000), 60_000)
+            if alone:
+                lease = await acquired(store, name)
+            else:
+                lease = await store.wait(Acquire(name, f"owner-{number}", 30_000), 60_000)  # type: ignore[assignment]
             assert isinstance(lease, Granted)
             disk.mark(name, lease.fencing_token)
             await store.apply([release_of(lease)])
 
-    await asyncio.gather(*(client(number) for number in range(4)))
+    await asyncio.gather(*(client(number) for number in range(1 if alone else 4)))
     ends = len(disk.record)
     await store.close()
     del disk.record[ends:]
     return begins
 
 
-async def reused_after_power_cuts(tmp_path: Path, cuts: int) -> int:
+async def reused_after_power_cuts(tmp_path: Path, cuts: int, *, alone: bool) -> int:
     """How many tokens were given again, over so many power cuts at random moments."""
     disk = Disk()
     try:
-        begins = await fill(disk, tmp_path)
+        begins = await fill(disk, tmp_path, alone=alone)
         chance = random.Random(5)
         reused = 0
         for number in range(cuts):
@@ -125,16 +128,21 @@ def small_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 20)
 
 
+ALONE = pytest.mark.parametrize("alone", [True, False], ids=["one client", "a crowd"])
+
+
+@ALONE
 @pytest.mark.timeout(600)
-async def test_a_power_cut_at_any_moment_reuses_no_token(tmp_path: Path, small_log: None) -> None:
-    assert await reused_after_power_cuts(tmp_path, count(40, 1000)) == 0
+async def test_a_power_cut_at_any_moment_reuses_no_token(tmp_path: Path, small_log: None, alone: bool) -> None:
+    assert await reused_after_power_cuts(tmp_path, count(40, 1000), alone=alone) == 0
 
 
+@ALONE
 async def test_the_power_cut_does_reuse_tokens_when_commits_are_not_synced(
-    tmp_path: Path, small_log: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_log: None, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
     monkeypatch.setattr(_sqlite_file, "SYNCHRONOUS", 1)  # NORMAL: what the store refuses to run with
-    assert await reused_after_power_cuts(tmp_path, 40) > 0
+    assert await reused_after_power_cuts(tmp_path, 40, alone=alone) > 0
 
 
 async def test_a_power_cut_after_a_sync_that_failed_behind_a_release_reuses_no_token(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pgleaderlock._http.answers import Receive, Scope, Send
 from pgleaderlock._http.exchange import Exchange
+from pgleaderlock._http.heads import KnownHeads
 
 if TYPE_CHECKING:
     from pgleaderlock._http.http1 import Connection
@@ -42,6 +43,7 @@ class Connections:
         self.scheme = scheme
         self.loop = asyncio.get_running_loop()
         self.open: set[Connection] = set()
+        self.heads = KnownHeads()
         self.stopping = False
         self.fewer = asyncio.Event()
         """Set whenever a connection has ended."""

@@ -28,18 +28,26 @@ class Exchange:
     )  # fmt: skip
 
     def __init__(
-        self, connection: "Connection", method: bytes, target: bytes, version: str, headers: list[Header]
+        self,
+        connection: "Connection",
+        method: bytes,
+        target: bytes,
+        version: str,
+        headers: list[Header],
+        *,
+        body: bytes | None = None,
     ) -> None:
+        """With `body`, all of it has come, and the connection goes on."""
         self.method = method
         self.path, _, self.query = target.partition(b"?")
         self.version = version
         self.headers = headers
         self.named = dict(headers)
         """By their names; of several with one name, the last."""
-        self.keep_alive = False
+        self.keep_alive = body is not None
         self.expects = False
-        self.body = bytearray()
-        self.complete = False
+        self.body = bytearray(body or b"")
+        self.complete = body is not None
         """All of the request has come."""
         self.gone = False
         """Nothing more comes, and perhaps nobody listens."""

@@ -51,6 +51,8 @@ class Connection(asyncio.Protocol):
         """Nothing that comes is read any more."""
         self._parser = httptools.HttpRequestParser(self)
         self._unparsed = b""
+        self._alone: bytes | None = None
+        """What has just come, when nothing else was under way: perhaps one request, and all of it."""
         self._in_head = False
         self._unread_bytes = 0
         """What the parser was given since it last gave something: a line without an end, of whatever kind."""
@@ -93,6 +95,15 @@ class Connection(asyncio.Protocol):
         self.shared.fewer.set()
 
     def data_received(self, data: bytes) -> None:
+        self._alone = None
+        if self._answering is None and not self._in_head and not self.deaf:
+            exchange = self.shared.heads.recall(data, self)
+            if exchange is not None:
+                self._head_deadline = NEVER
+                self._waiting.append(exchange)
+                self._begin_next()
+                return
+            self._alone = data
         self._unparsed = self._unparsed + data if self._unparsed else data
         self._parse()
 
@@ -195,10 +206,12 @@ class Connection(asyncio.Protocol):
 
     def complete(self) -> None:
         self._unread_bytes = 0
-        if self._arriving is not None:
-            self._arriving.complete = True
-            self._arriving.wake()
-            self._arriving = None
+        exchange, self._arriving = self._arriving, None
+        if exchange is not None:
+            exchange.complete = True
+            if self._alone is not None:
+                self.shared.heads.learn(self._alone, exchange)
+            exchange.wake()
 
     # --- One after the other
 

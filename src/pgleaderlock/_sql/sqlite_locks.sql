@@ -79,14 +79,23 @@ UPDATE locks SET owner_id = ?2, lease_id = ?3, fencing_token = ?4, ttl_ms = ?5, 
                  lease_expiry_ns = ?8, version = ?9, idempotency_key = ?10
 WHERE lock_name = ?1
 
+-- name: sqlite_grant_free
+-- A grant of a lock that is free and known, as a transaction by itself: it looks at the number of this run, too.
+UPDATE locks SET owner_id = ?2, lease_id = ?3, fencing_token = fencing_token + 1, ttl_ms = ?4, run = ?5,
+                 deadline_ns = ?6, lease_expiry_ns = ?7, version = version + 1, idempotency_key = ?8
+WHERE lock_name = ?1 AND owner_id IS NULL AND ?5 = (SELECT value FROM meta WHERE name = 'run')
+RETURNING fencing_token
+
 -- name: sqlite_renew
--- Matches owner, lease and token, and a lease that is still good. ?5 is this run, ?6 its start, ?7 now.
+-- Matches owner, lease and token, and a lease that is still good. ?5 is this run, ?6 its start, ?7 now. This and the next
+-- may be a transaction by themselves, so they look at the run's number, too.
 UPDATE locks SET ttl_ms = ?8, run = ?5, deadline_ns = ?9, lease_expiry_ns = ?10, version = version + 1
 WHERE lock_name = ?1 AND owner_id = ?2 AND lease_id = ?3 AND fencing_token = ?4
   AND CASE run WHEN ?5 THEN deadline_ns ELSE ?6 + ttl_ms * 1000000 END > ?7
+  AND ?5 = (SELECT value FROM meta WHERE name = 'run')
 
 -- name: sqlite_release
--- As sqlite_renew; the row stays, free since now. It may be a transaction by itself, so it looks at the run's number, too.
+-- As sqlite_renew; the row stays, free since now.
 UPDATE locks SET owner_id = NULL, lease_id = NULL, run = ?5, deadline_ns = ?7, version = version + 1,
                  idempotency_key = NULL
 WHERE lock_name = ?1 AND owner_id = ?2 AND lease_id = ?3 AND fencing_token = ?4

@@ -107,6 +107,7 @@ class AcquireAttempt:
     """One wish for a lock: its key, and every send of it whose outcome is not known."""
 
     lock_name: str
+    ttl_ms: int
     ttl_s: float
     wait_s: float
     key: str
@@ -127,9 +128,9 @@ class AcquireAttempt:
 
 
 def new_attempt(core: Core, lock_name: str, ttl_s: float, wait_s: float) -> AcquireAttempt:
-    wire.ttl_ms(ttl_s)
+    ttl_ms = wire.ttl_ms(ttl_s)
     wire.milliseconds("wait_s", wait_s, least_ms=0, most_ms=1000 * WAIT_S_MAX)
-    return AcquireAttempt(lock_name, float(ttl_s), float(wait_s), core.unique())
+    return AcquireAttempt(lock_name, ttl_ms, float(ttl_s), float(wait_s), core.unique())
 
 
 def acquire(
@@ -159,9 +160,7 @@ def _ask_for_lock(core: Core, attempt: AcquireAttempt, until: float) -> Flow[wir
     def make(endpoint: Endpoint) -> Send:
         left_s = min(SLICE_S_MAX, max(0.0, until - core.clock.now()))
         wait_ms = round(left_s * 1000)
-        request = wire.acquire_request(
-            attempt.lock_name, core.owner_id, wire.ttl_ms(attempt.ttl_s), wait_ms, attempt.key
-        )
+        request = wire.acquire_request(attempt.lock_name, core.owner_id, attempt.ttl_ms, wait_ms, attempt.key)
         # Longer than the server's own wait, by all the time that an answer may take: else we would hang up on a grant.
         send = Send(request, endpoint, left_s + core.request_timeout_s, waits=wait_ms > 0)
         attempt.open_sends.append(send)
@@ -185,7 +184,7 @@ def _confirm(
 ) -> Flow[L]:
     """The grant was long on its way: is it still good? A renewal says so, and counts from now."""
     request = wire.renew_request(
-        granted.lock_name, granted.owner_id, granted.lease_id, granted.fencing_token, wire.ttl_ms(attempt.ttl_s)
+        granted.lock_name, granted.owner_id, granted.lease_id, granted.fencing_token, attempt.ttl_ms
     )
     reply, send = yield from _ask(core, request, _renew_timeout_s(core, attempt.ttl_s))
     renewed = wire.outcome_of_renew(wire.answer(reply, conflict=True))
@@ -208,7 +207,7 @@ def clean_up(core: Core, attempt: AcquireAttempt) -> Flow[None]:
     """
     granted = attempt.granted
     if granted is None:
-        request = wire.acquire_request(attempt.lock_name, core.owner_id, wire.ttl_ms(attempt.ttl_s), 0, attempt.key)
+        request = wire.acquire_request(attempt.lock_name, core.owner_id, attempt.ttl_ms, 0, attempt.key)
         # After what it cleans up: else it would find the lock free, and the one that comes late would keep it.
         reply, _ = yield from _ask(core, request, fresh=True)
         outcome = wire.outcome_of_acquire(reply.status, wire.answer(reply, conflict=True))

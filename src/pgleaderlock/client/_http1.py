@@ -19,6 +19,7 @@ BODY_BYTES_MAX = 8 * 1024 * 1024
 HEAD_BYTES_MAX = 16 * 1024
 CHUNK_LINE_BYTES_MAX = 256
 INTERIM_MAX = 8
+KNOWN_HEADS_MAX = 8
 
 _VALUE = rb"[\t\x20-\x7e\x80-\xff]*"
 _LINE = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:" + _VALUE
@@ -70,6 +71,7 @@ class HttpConnection:
 
     def __init__(self, constant: bytes) -> None:
         self._constant = constant
+        self._known_heads: dict[bytes, tuple[int, int]] = {}
         self._buffer = bytearray()
         self._head: _Head | None = None
         self._chunks = bytearray()
@@ -103,9 +105,9 @@ class HttpConnection:
 
     def feed(self, data: bytes) -> Reply | None:
         """Takes what has come (b"" for the end of the stream); gives the reply once it is complete."""
-        if not self.began and (usual := _USUAL_HEAD.match(data)) and len(data) == usual.end() + int(usual[2]):
+        if not self.began and (reply := self._usual(data)) is not None:
             self.began = self.reusable = True
-            return Reply(int(usual[1]), data[usual.end() :])
+            return reply
         if data:
             self.began = True
             self._buffer += data
@@ -120,6 +122,21 @@ class HttpConnection:
             else:
                 self._interim = count
         return self._read_body(self._head, data)
+
+    def _usual(self, data: bytes) -> Reply | None:
+        """The whole of a reply with a usual head. Most are those of the reply before, to the letter."""
+        end = data.find(b"\r\n\r\n") + 4
+        head = data[:end]
+        known = self._known_heads.get(head)
+        if known is None:
+            usual = _USUAL_HEAD.fullmatch(head)
+            if usual is None:
+                return None
+            if len(self._known_heads) >= KNOWN_HEADS_MAX:
+                self._known_heads.clear()
+            known = self._known_heads[head] = int(usual[1]), int(usual[2])
+        status, length = known
+        return Reply(status, data[end:]) if len(data) == end + length else None
 
     def _not_yet(self, data: bytes) -> Reply | None:
         if not data:

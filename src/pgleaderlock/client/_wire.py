@@ -9,6 +9,7 @@ Imports `_http1`, `errors` and the standard library. Must never wait, and knows 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -50,7 +51,7 @@ TTL_MS_MAX = 600_000
 _SHOWN_CHARS_MAX = 300
 _RETRY_AFTER_S_MAX = 3600.0
 
-_decode = json.JSONDecoder().decode
+_decoder = json.JSONDecoder()
 _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 _quoted = json.encoder.encode_basestring
 
@@ -108,6 +109,7 @@ def ttl_ms(ttl_s: float) -> int:
     return milliseconds("ttl_s", ttl_s, least_ms=1, most_ms=TTL_MS_MAX)
 
 
+@lru_cache(maxsize=1024)  # the few locks of a program, again and again
 def _path(lock_name: str, verb: bytes) -> bytes:
     # "." and ".." would be taken for steps in the path by everything between here and the server.
     if lock_name in {"", ".", ".."}:
@@ -198,7 +200,10 @@ def batch_request(operations: Sequence[dict[str, Any]]) -> Request:
 
 def _json_object(reply: Reply) -> dict[str, Any]:
     try:
-        value = _decode(reply.body.decode())
+        text = reply.body.decode()
+        value, end = _decoder.raw_decode(text)
+        if end != len(text):
+            value = _decoder.decode(text)  # blanks behind it, or before; or more than one value
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

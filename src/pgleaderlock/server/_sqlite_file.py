@@ -43,6 +43,9 @@ LOG_HEADER_BYTES = 32
 FRAME_HEADER_BYTES = 24
 BUSY_MS = 2000
 FOLDER_SETTLED_NS = 1_000_000_000
+LOOK_AGAIN_S = 0.01
+"""For so long both names are taken for what they were. No other server starts in this time, and what is written just
+after the file was moved is not lost in any other way than what was written just before."""
 # SQLite's write-ahead log needs memory that all its users share, and locks that hold: neither crosses a network.
 NETWORK_FILE_SYSTEMS = frozenset({
     "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.cephfs", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs",
@@ -109,13 +112,23 @@ class Identity:
 
     def __init__(self, path: Path) -> None:
         self._folder = str(path.parent)
+        self._verified_at = float("-inf")
         self._settled: tuple[int, int, int] | None = None
         """The folder as it was when both names were last looked at; None while it has just changed."""
         self._paths = (str(path), f"{path}-wal")
         self._were = self._are()
 
     def verify(self) -> None:
-        """Before each grant. While nothing has come into their folder or left it, both names are what they were."""
+        """Before each grant."""
+        now = time.monotonic()
+        if now - self._verified_at < LOOK_AGAIN_S:
+            return
+        self._verified_at = float("-inf")
+        self._look()
+        self._verified_at = now
+
+    def _look(self) -> None:
+        """While nothing has come into their folder or left it, both names are what they were."""
         with contextlib.suppress(OSError):
             status = os.stat(self._folder)  # noqa: PTH116 - a Path costs more than the call
             folder = (status.st_dev, status.st_ino, status.st_mtime_ns)

@@ -33,13 +33,14 @@ from pgleaderlock.server.store import (
     StoreFull,
 )
 
-__all__ = ["MS", "RELEASED", "Locks", "Run", "view"]
+__all__ = ["MS", "Locks", "Run", "view"]
 
 MS = 1_000_000
 BREAKS_KEPT = 10_000
 
 # The texts are looked up once: they are the keys of the connection's cache of prepared statements.
 FIND, FIND_TOKEN, INSERT, GRANT = sql("find"), sql("find_token"), sql("insert"), sql("grant")
+GRANT_FREE = sql("grant_free")
 RENEW, RELEASE, BREAK, EXPIRE, PRUNE = sql("renew"), sql("release"), sql("break"), sql("expire"), sql("prune")
 RECORD_BREAK, FORGET_BREAKS, CHECK = sql("record_break"), sql("forget_breaks"), sql("check")
 
@@ -99,6 +100,37 @@ class Locks:
         self._freed: list[str] = []
         self._now_ns = 0
         self._wall_ns = 0
+
+    # --- One statement
+
+    def alone(self, operation: Operation, now_ns: int, wall_ns: int) -> Outcome | None:
+        """One operation outside a transaction, while nobody waits for anything: its statement is one by itself, and is
+        committed when this returns. None: nothing was changed, and it takes a transaction to say why."""
+        self._now_ns, self._wall_ns = now_ns, wall_ns
+        kind = type(operation)
+        if kind is Acquire:
+            return self._grant_free(operation)  # type: ignore[arg-type]
+        if kind is Release:
+            released = self._release(operation)  # type: ignore[arg-type]
+            return released if released is RELEASED else None
+        renewed = self._renew(operation)  # type: ignore[arg-type]
+        return renewed if renewed is not RENEWED_NOT else None
+
+    def _grant_free(self, acquire: Acquire) -> Granted | None:
+        name, owner_id, ttl_ns = acquire.lock_name, acquire.owner_id, acquire.ttl_ms * MS
+        lease_id = os.urandom(16).hex()
+        expiry_ns = self._wall_ns + ttl_ns
+        token = self._execute(
+            GRANT_FREE,
+            (
+                name, owner_id, lease_id, acquire.ttl_ms, self._run.number, self._now_ns + ttl_ns, expiry_ns,
+                acquire.idempotency_key,
+            ),
+        ).get  # fmt: skip
+        if token is None:
+            return None
+        self.held += 1
+        return Granted(name, owner_id, lease_id, token, expiry_ns // MS)
 
     # --- A transaction
 
@@ -327,7 +359,9 @@ class Locks:
         for _, outcome in self.answers:
             if isinstance(outcome, Granted) and not outcome.replayed:
                 self.fresh.pop(outcome.lease_id, None)
-        return [future for future, _ in self.answers]
+        futures = [future for future, _ in self.answers]
+        self.answers = []
+        return futures
 
     def close(self) -> None:
         """Everybody who waits is told how things stand."""

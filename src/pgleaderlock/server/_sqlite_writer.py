@@ -20,7 +20,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,54 +28,19 @@ import apsw
 
 from pgleaderlock._clock import Clock
 from pgleaderlock.server._sqlite_file import Identity, explained, sql, sync_commits
-from pgleaderlock.server._sqlite_locks import RELEASED, Locks
+from pgleaderlock.server._sqlite_items import Answers, Apply, Call, Cancel, Item, Stop, Tick
+from pgleaderlock.server._sqlite_locks import Locks
 from pgleaderlock.server._sqlite_log import Log
 from pgleaderlock.server._sqlite_waiting import Ticket
-from pgleaderlock.server.store import Operation, Release, Reply, StoreError
+from pgleaderlock.server.store import Release, Reply, StoreError
 
-__all__ = ["Apply", "Call", "Cancel", "Tick", "Writer"]
+__all__ = ["Writer"]
 
 META = sql("meta")
 GROUP_OPERATIONS_MAX = 2_000
 CANCELS_OWED_MAX = 10_000
 RETRY_NS = 100_000_000
 """When to look again at the locks that somebody waits for, after a transaction that failed."""
-
-Apply = tuple[Reply, Sequence[Operation]]
-"""A request of operations: the commonest item, and so the cheapest to make."""
-
-
-class Call:
-    """Anything else that is to be done inside a transaction, all or nothing."""
-
-    __slots__ = ("do", "future")
-
-    def __init__(self, future: "asyncio.Future[Any]", do: Callable[[Locks], object]) -> None:
-        self.future = future
-        self.do = do
-
-
-class Cancel:
-    """A ticket whose owner has gone. It is owed until a transaction with it has been committed."""
-
-    __slots__ = ("ticket",)
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
-
-
-class Tick:
-    """Something on the agenda is due."""
-
-
-class Stop:
-    __slots__ = ("future",)
-
-    def __init__(self, future: "asyncio.Future[Any]") -> None:
-        self.future = future
-
-
-Item = Apply | Ticket | Call | Cancel | Tick | Stop
 SHORT_MAX = 16
 """A request of more operations than this is the thread's: it would keep the loop from everybody else."""
 SLOW_S = 0.005
@@ -85,7 +50,6 @@ CROWD_REMEMBERED_S = 0.05
 SLOW_FACTOR = 50
 """After a transaction that hung, the loop tries again so many times later: it loses a fiftieth of its time at most."""
 
-Answers = list[tuple[Reply, Any]]
 Settle = Callable[[Answers, int | None], None]
 
 
@@ -117,8 +81,8 @@ class Writer:
         self._gathered: list[Apply] = []
         self._outstanding = 0
         self._one_was_here = False
-        self._crowded_until = 0.0
-        self._slow_until = 0.0
+        self._threads_until = 0.0
+        """On the loop's clock: it was crowded or slow a moment ago, and until then the thread does everything."""
         self._synced_before = True
         self._followed_by = {True: True, False: True}
         """Whether the transaction after one that was synced, or was not, was synced the last time."""
@@ -129,6 +93,7 @@ class Writer:
         self._data_version = -1
         """SQLite's own count of changes after our last commit: it counts those of others too, when it sees them."""
         self._log_doubtful = False
+        self.alive = True
         self._thread = threading.Thread(target=self._work, name="pgleaderlock lock writer", daemon=True)
 
     def start(self) -> None:
@@ -145,10 +110,6 @@ class Writer:
     # --- In the event loop
 
     @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    @property
     def queued(self) -> int:
         return len(self._gathered) + self._items.qsize()
 
@@ -158,7 +119,7 @@ class Writer:
 
     def apply(self, request: Apply) -> None:
         """At once, if nothing else is going on; else together with all other requests that the loop has at hand."""
-        if not self._gathered and _is_short(request) and self._is_quiet() and self._turn.acquire(blocking=False):
+        if self._is_quiet() and len(request[1]) <= SHORT_MAX and self._turn.acquire(blocking=False):
             # A second one within the same turn of the loop means that there are more: those go to the thread.
             self._one_was_here = True
             try:
@@ -179,18 +140,22 @@ class Writer:
         gathered = [request for request in self._gathered if not request[0].cancelled()]
         self._gathered.clear()
         if len(gathered) > 1 or self._outstanding:
-            self._crowded_until = self._loop.time() + CROWD_REMEMBERED_S
+            self._leave_to_thread(CROWD_REMEMBERED_S)
         for request in gathered:
             self.put(request)
 
     def _is_quiet(self) -> bool:
         """Nothing is under way, nor was it crowded a moment ago, and nothing but a short transaction is to be done."""
-        busy = self._outstanding > 0 or self._one_was_here or self._log_doubtful or self._log.overdue
-        return not busy and self._loop.time() >= max(self._slow_until, self._crowded_until)
+        if self._gathered or self._outstanding or self._one_was_here or self._log_doubtful or self._log.overdue:
+            return False
+        return self._loop.time() >= self._threads_until
+
+    def _leave_to_thread(self, for_s: float) -> None:
+        self._threads_until = max(self._threads_until, self._loop.time() + for_s)
 
     def _do_here(self, request: Apply) -> None:
         began = time.monotonic()
-        answers = self._transact([request], closing=False)
+        answers = self._alone(request) or self._transact([request], closing=False)
         self._remember(time.monotonic() - began)
         self._settle(answers, self._locks.room.next_due_ns)
         self._prepare_for_next()
@@ -211,7 +176,7 @@ class Writer:
     def _remember(self, took_s: float) -> None:
         """Whoever did it: a disk that is slow in the thread would be slow in the loop."""
         if took_s > SLOW_S:
-            self._slow_until = self._loop.time() + SLOW_FACTOR * took_s
+            self._leave_to_thread(SLOW_FACTOR * took_s)
 
     def _done(self, answers: Answers, due_ns: int | None, group: list[Item], took_s: float) -> None:
         self._outstanding -= len(group)
@@ -222,6 +187,12 @@ class Writer:
     # --- In the thread
 
     def _work(self) -> None:
+        try:
+            self._work_until_stopped()
+        finally:
+            self.alive = False
+
+    def _work_until_stopped(self) -> None:
         stop = None
         while stop is None:
             group, stop = self._take()
@@ -257,64 +228,68 @@ class Writer:
         except queue.Empty:
             return group, None
 
+    def _alone(self, request: Apply) -> Answers | None:
+        """One operation is mostly one statement, and so a transaction by itself, which looks at the number of this run.
+        None: it has changed nothing, and is done again after a closer look."""
+        reply, operations = request
+        if len(operations) != 1 or self._owed or self._locks.room.lines:
+            return None
+        operation = operations[0]
+        try:
+            if type(operation) is Release:  # it grants nothing, wherever the file is by now
+                self._sync_commits(False)
+            else:
+                self._sync_commits(True)
+                self._identity.verify()
+            # Read after it came: no lease runs from before its owner asked for it.
+            outcome = self._locks.alone(operation, int(self._clock.now() * 1e9), time.time_ns())
+        except Exception as error:
+            return self._undone(error, [request], [], closing=False)
+        return None if outcome is None else [(reply, [outcome])]
+
     def _transact(self, group: list[Item], *, closing: bool) -> Answers:
         """One transaction for the group. If it cannot be committed, nobody of it is told of anything but that."""
         locks = self._locks
         before = locks.rows, locks.held
-        locks.answers = []
         cancels = self._owed + [item for item in group if type(item) is Cancel]
         try:
             if self._log_doubtful:
                 self._log.start_again()
                 self._log_doubtful = False
-            frees = not closing and self._only_frees(group)
-            self._sync_commits(not frees)
-            if not (frees and len(group) == 1 and self._free_at_once(group[0])):
-                self._connection.execute("BEGIN IMMEDIATE")
-                self._verify()
-                self._begin_locks()
-                for cancel in self._owed:
-                    locks.cancel(cancel.ticket)
-                for item in group:  # in the order in which they came: a ticket before the word that its owner has gone
-                    self._do(item)
-                if closing:
-                    locks.close()
-                self._connection.execute("COMMIT")
-                self._data_version = self._connection.data_version()
-        except Exception as error:  # whatever it is: nothing of this group is durable
-            self._roll_back()
-            self._log_doubtful = self._log_doubtful or isinstance(error, apsw.IOError)
+            self._sync_commits(closing or not self._only_frees(group))
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._verify()
+            # Read after the last item was taken: no lease runs from before its owner asked for it.
+            locks.begin(int(self._clock.now() * 1e9), time.time_ns())
+            for cancel in self._owed:
+                locks.cancel(cancel.ticket)
+            for item in group:  # in the order in which they came: a ticket before the word that its owner has gone
+                self._do(item)
+            if closing:
+                locks.close()
+            self._connection.execute("COMMIT")
+            self._data_version = self._connection.data_version()
+        except Exception as error:
             locks.rows, locks.held = before
-            self._owed = cancels[-CANCELS_OWED_MAX:]
-            told = explained(error, self._path)
-            if not isinstance(told, StoreError):
-                told = StoreError(f"{self._path}: {error!r}: this is a defect of the server; nothing was granted")
-            return self._failed(group, told, closing=closing)
+            return self._undone(error, group, cancels, closing=closing)
         self._owed = []
-        return locks.answers
+        answers, locks.answers = locks.answers, []
+        return answers
+
+    def _undone(self, error: Exception, group: list[Item], cancels: list[Cancel], *, closing: bool) -> Answers:
+        """Whatever it is: nothing of this group is durable."""
+        self._roll_back()
+        self._log_doubtful = self._log_doubtful or isinstance(error, apsw.IOError)
+        self._owed = cancels[-CANCELS_OWED_MAX:]
+        told = explained(error, self._path)
+        if not isinstance(told, StoreError):
+            told = StoreError(f"{self._path}: {error!r}: this is a defect of the server; nothing was granted")
+        return self._failed(group, told, closing=closing)
 
     def _sync_commits(self, wanted: bool) -> None:
         if wanted != self._syncing:
             sync_commits(self._connection, wanted)
             self._syncing = wanted
-
-    def _begin_locks(self) -> None:
-        # Read after the last item was taken: no lease runs from before its owner asked for it.
-        self._locks.begin(int(self._clock.now() * 1e9), time.time_ns())
-
-    def _free_at_once(self, item: Item) -> bool:
-        """One release is one statement, and so a transaction by itself: whether it has freed something. It looks at the
-        number of this run itself, and grants nothing wherever the file is by now. If it frees nothing, it is done
-        again, after a closer look."""
-        if type(item) is not tuple or len(item[1]) != 1:
-            return False
-        self._begin_locks()
-        self._do(item)
-        if self._locks.answers[-1][1] != [RELEASED]:
-            self._locks.answers.clear()
-            return False
-        self._data_version = self._connection.data_version()  # verified by the statement itself
-        return True
 
     def _only_frees(self, group: list[Item]) -> bool:
         """Nothing but releases, and nobody to whom a freed lock would be granted in the same transaction."""

@@ -93,36 +93,35 @@ class Service:
         assert self._store.submit is not None
         self._store.submit(_Asked(self, operation, told), (operation,))
 
-    def tell(self, told: Callable[[Answer], None], operation: Operation, outcome: Outcome | Exception) -> None:
-        """As `one` does, for whoever cannot be raised at; what is counted waits until it has been told."""
+    def answer_to(self, operation: Operation, outcome: Outcome | Exception) -> Answer:
+        """As `one` does, for whoever cannot be raised at."""
         try:
-            answer = self._answer_to(operation, outcome)
+            return self._answer_to(operation, outcome)
         except Refusal as refusal:
-            answer = answer_of(refusal)
+            return answer_of(refusal)
         except Exception as error:
-            answer = answer_of(self._defect(error))
-        told(answer)
+            return answer_of(self._defect(error))
 
     def _answer_to(self, operation: Operation, outcome: Outcome | Exception) -> Answer:
+        if not isinstance(outcome, Exception):
+            return self._answer(outcome)
         if isinstance(outcome, StoreBusy):
             if type(operation) is Acquire:
                 return Answer(409, wire.encode(wire.busy_reply(operation.lock_name)))
             raise Refusal(503, "the store is busy: try again", _RETRY_SOON)
         if isinstance(outcome, StoreError):
             raise self._unavailable(outcome) from outcome
-        if isinstance(outcome, Exception):
-            raise outcome
-        return self._answer(outcome)
+        raise outcome
 
     def measured(self, operation: Operation, outcome: Outcome | Exception, began: float) -> None:
         op = _OPS[type(operation)]
         self._metrics.observe(op, (time.perf_counter() - began) * 1000)
-        if isinstance(outcome, StoreBusy):
-            self._count_busy(op, op)
-        elif isinstance(outcome, Exception):
-            self._metrics.count(op, "fail")
-        else:
+        if not isinstance(outcome, Exception):
             self._count(op, outcome)
+        elif isinstance(outcome, StoreBusy):
+            self._count_busy(op, op)
+        else:
+            self._metrics.count(op, "fail")
 
     async def acquire_waiting(self, acquire: Acquire, wait_ms: int, gone: Callable[[], Awaitable[None]]) -> Answer:
         """`gone` returns when the client has left: then its place in the queue is given up."""
@@ -349,10 +348,11 @@ class _Asked:
         self._conclude(error)
 
     def _conclude(self, outcome: Outcome | Exception) -> None:
+        service, operation = self._service, self._operation
         try:
-            self._service.tell(self._told, self._operation, outcome)
-        finally:
-            self._service.measured(self._operation, outcome, self._began)
+            self._told(service.answer_to(operation, outcome))
+        finally:  # what is counted waits until it has been told
+            service.measured(operation, outcome, self._began)
 
 
 async def _call(gone: Callable[[], Awaitable[None]]) -> None:

@@ -23,10 +23,11 @@ from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._logging import get_logger
 from pgleaderlock.server import _sqlite_file
 from pgleaderlock.server._sqlite_file import Claim, count_run, described, open_copier, open_reader, open_writer, sql
+from pgleaderlock.server._sqlite_items import Call, Cancel, Tick
 from pgleaderlock.server._sqlite_locks import MS, Locks, Run, view
 from pgleaderlock.server._sqlite_log import Log
 from pgleaderlock.server._sqlite_waiting import Ticket
-from pgleaderlock.server._sqlite_writer import Call, Cancel, Tick, Writer
+from pgleaderlock.server._sqlite_writer import Writer
 from pgleaderlock.server.store import (
     LOCKS_MAX,
     WAITERS_MAX,
@@ -173,9 +174,10 @@ class SqliteStore:
         # The reader goes first, so that the writer is the last and leaves no log behind.
         await self._loop.run_in_executor(self._readers, self._reader.close, True)
         self._readers.shutdown(wait=False)
-        done = self._loop.create_future()
-        writer.stop(done)
-        await done
+        if writer.alive:  # else it has ended by a defect, and what was committed is in the file
+            done = self._loop.create_future()
+            writer.stop(done)
+            await done
         writer.join()
         self._claim.give_up()
         self._writer = None
