@@ -342,6 +342,21 @@ def test_the_time_a_request_has_waited_is_added_to_its_deadline(clock: StillCloc
     assert lease.valid
 
 
+@pytest.mark.parametrize("around", [b"%s", b" %s", b"\n%s", b"%s\r\n ", b"\t%s\t"])
+def test_blanks_around_an_answer_mean_nothing(clock: StillClock, around: bytes) -> None:
+    answer = granted()
+    network = Network(clock, [later(clock, 0.0, Reply(200, around % answer.body))])
+    assert acquire(make_core(clock), network).fencing_token == 7
+    assert b'"ttl_ms":10000}' in network.sends[0].request.body
+
+
+@pytest.mark.parametrize("body", [b"%s{}", b"{}%s", b"%s,", b"[%s]", b"\xff%s", b""])
+def test_more_than_an_answer_is_none(clock: StillClock, body: bytes) -> None:
+    answer = body.replace(b"%s", granted().body)
+    with pytest.raises(LockServerError, match="not a lock server's answer"):
+        acquire(make_core(clock), Network(clock, [later(clock, 0.0, Reply(200, answer))]))
+
+
 def test_a_replay_counts_from_the_first_send_and_carries_the_same_key(clock: StillClock) -> None:
     core = make_core(clock)
     first = clock.now()

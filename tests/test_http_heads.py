@@ -167,6 +167,52 @@ def test_a_damaged_request_is_never_taken_for_a_known_one(
     assert servers.taught(bytes(damaged)) == servers.fresh(bytes(damaged))
 
 
+def test_the_bounds_of_a_head_are_those_of_one_that_is_not_known(servers: Servers) -> None:
+    lines = b"".join(b"a%d:b\r\n" % number for number in range(97))
+    for with_key in (request(lines), request(lines, KEY)):  # 100 lines, and 101
+        assert servers.taught(with_key) == servers.fresh(with_key)
+    servers.taught(request(KEY))
+    for server in servers._servers:
+        server._connections.header_bytes_max = server._connections.heads._header_bytes_max = 512
+    long = request(KEY, path=b"/" + b"a" * 900)
+    try:
+        assert servers.taught(long) == servers.fresh(long)
+        assert b" 431 " in servers.taught(long)
+    finally:
+        for server in servers._servers:
+            server._connections.header_bytes_max = server._connections.heads._header_bytes_max = 16 * 1024
+
+
+def test_an_application_that_changes_the_headers_it_was_given_changes_nobody_elses(servers: Servers) -> None:
+    plain = request(b"Z: 1\r\n")
+    servers.taught(plain)
+    heads_ = servers._servers[0]._connections.heads
+    for _ in range(2):
+        exchange = heads_.recall(plain, None)  # type: ignore[arg-type]
+        assert exchange is not None
+        assert len(exchange.headers) == 4
+        exchange.headers.append((b"x", b"y"))
+
+
+def test_a_connection_keeps_nothing_of_what_was_answered_and_blank_lines_between_requests_do_not_add_up(
+    servers: Servers,
+) -> None:
+    async def ask() -> None:
+        async with Talk(servers, 0) as talk:
+            for data in (request(), request(body=b"a" * 100_000), request()):
+                talk.writer.write(data)
+                head = await asyncio.wait_for(talk.reader.readuntil(b"\r\n\r\n"), 20)
+                await talk.reader.readexactly(int(head.partition(b"content-length: ")[2]))
+                connection = await talk.say(b"", until=lambda connection: not connection._answering)
+                assert connection._alone is None
+                assert not connection._unparsed
+                assert connection._unread_bytes == 0
+                await talk.say(b"\r\n", until=lambda connection: connection._unread_bytes == 2)
+
+    servers.taught(request())
+    servers.runner.run(ask())
+
+
 def test_however_many_kinds_there_are_only_a_few_are_kept(servers: Servers) -> None:
     known = servers._servers[0]._connections.heads._known
     for number in range(3 * heads.KNOWN_MAX):

@@ -35,7 +35,16 @@ from pgleaderlock.server.store import (
     Sweep,
 )
 from pgleaderlock.server.store_sqlite import SqliteStore
-from support.stores import PATIENCE_S, acquired, held, release_of, renew_of, until_waiting
+from support.stores import (
+    PATIENCE_S,
+    acquired,
+    all_is_quiet,
+    held,
+    release_of,
+    renew_of,
+    the_thread_rests,
+    until_waiting,
+)
 from support.torn_disk import Disk
 
 USER = Path(__file__).parent / "support" / "store_user.py"
@@ -129,15 +138,17 @@ def write(path: Path, statement: str) -> None:
 # --- Durable, or refused
 
 
-async def test_every_grant_is_synced(opened: OpenStore, disk: Disk) -> None:
+async def test_every_grant_is_synced(opened: OpenStore, disk: Disk, transactions: list[tuple[bool, int]]) -> None:
     async with opened(vfs=disk.name) as store:
         connection = store._locks._connection
         assert connection.execute("PRAGMA synchronous").get == 2
         assert connection.execute("PRAGMA journal_mode").get == "wal"
         for number in (0, 1, 2, 0, 1, 2):  # new ones, and those that are known and free
+            await all_is_quiet(store)
             before = disk.syncs
             lease = await acquired(store, f"job-{number}")
             assert disk.syncs > before
+            assert transactions[-1] == (True, 1), "on the loop's thread"
             await store.apply([release_of(lease)])
 
 
@@ -485,6 +496,27 @@ async def it_is_time_to_look() -> None:
     until = time.monotonic() + _sqlite_file.LOOK_AGAIN_S
     while time.monotonic() < until:
         await asyncio.sleep(_sqlite_file.LOOK_AGAIN_S)
+
+
+async def test_one_whose_folder_was_swapped_grants_nothing_once_another_has_granted_from_what_is_there_now(
+    opened: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sqlite_file, "LOOK_AGAIN_S", 0.3)  # so that the other one would be quicker
+    folder, backup, aside = (tmp_path / name for name in ("data", "backup", "aside"))
+    folder.mkdir()
+    async with opened(path=folder / "locks.db") as store:
+        await store.apply([release_of(await acquired(store, "job"))])
+    shutil.copytree(folder, backup)
+    async with opened(path=folder / "locks.db") as old:
+        await acquired(old, "other")  # looks at the names
+        folder.rename(aside)
+        backup.rename(folder)
+        async with opened(path=folder / "locks.db") as new:
+            assert (await acquired(new, "job")).fencing_token == 2
+            with pytest.raises(StoreError, match="moved, removed or replaced"):
+                await old.apply([Acquire("job", "bob", 30_000)])
+        folder.rename(backup)
+        aside.rename(folder)
 
 
 @pytest.mark.parametrize("suffix", ["", "-wal"], ids=["file", "log"])
@@ -1123,20 +1155,6 @@ def transactions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     return seen
 
 
-async def the_thread_rests(store: SqliteStore) -> None:
-    """It has quite ended what it has answered."""
-    assert store._writer is not None
-    await asyncio.to_thread(store._writer._turn.acquire)
-    store._writer._turn.release()
-
-
-async def all_is_quiet(store: SqliteStore) -> None:
-    """Nothing is under way, and whatever has been was long ago: what comes next is done in the loop."""
-    await the_thread_rests(store)
-    await turns_of_the_loop(1)
-    store._writer._threads_until = 0.0  # type: ignore[union-attr] # as if those moments had passed
-
-
 async def test_a_request_that_comes_alone_wakes_no_other_thread(
     opened: OpenStore, transactions: list[tuple[bool, int]]
 ) -> None:
@@ -1226,7 +1244,7 @@ async def test_to_copy_the_log_is_never_the_loops_work(
     opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied_by: list[int] = []
-    monkeypatch.setattr(_sqlite_log, "_copy", lambda connection: copied_by.append(threading.get_ident()))
+    monkeypatch.setattr(_sqlite_log.Log, "_copy", lambda _log, _connection: copied_by.append(threading.get_ident()))
     monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 2)
     async with opened() as store:
         for turn in range(40):
@@ -1265,6 +1283,44 @@ async def test_a_store_whose_writer_has_ended_says_so_and_can_be_closed(opened: 
         await store.close()
     async with opened() as store:
         assert (await store.get("job")).lease_id == lease.lease_id
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_what_the_writer_was_doing_when_it_ended_is_answered(opened: OpenStore) -> None:
+    def defect(_group: Any, *, closing: bool) -> Any:
+        raise RuntimeError("a defect")
+
+    async with opened() as store, asyncio.timeout(PATIENCE_S):
+        store._writer._transact = defect  # type: ignore[method-assign, union-attr]
+        with pytest.raises(StoreError, match="ended by a defect"):
+            await store.check()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_when_the_writer_ends_by_a_defect_all_who_wait_for_it_are_told_and_the_file_is_let_go(
+    opened: OpenStore, path: Path
+) -> None:
+    def defect() -> Any:
+        raise RuntimeError("a defect")
+
+    async with opened() as store, asyncio.timeout(PATIENCE_S):
+        await acquired(store, "job")
+        in_line = asyncio.create_task(store.wait(Acquire("job", "bob", 30_000), 600_000))
+        await until_waiting(store, "job", 1)
+        writer = store._writer
+        assert writer is not None
+        async with Blocked(store):
+            writer._take = defect  # type: ignore[method-assign]
+            queued = asyncio.create_task(store.apply([Acquire("other", "bob", 30_000)]))
+            await turns_of_the_loop(2)
+            closing = asyncio.create_task(store.close())
+            await turns_of_the_loop(2)
+        await closing
+        for task in (in_line, queued):
+            with pytest.raises(StoreError, match="ended by a defect"):
+                await task
+        open_files = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        assert not [name for name in open_files if name.startswith(str(path))]
 
 
 async def test_a_link_to_the_file_is_the_file(opened: OpenStore, path: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pgleaderlock.server import _sqlite_file
 from pgleaderlock.server.store import Acquire, Granted, Released, StoreError
 from pgleaderlock.server.store_sqlite import SqliteStore
 from support.counts import count
-from support.stores import acquired, release_of
+from support.stores import acquired, all_is_quiet, release_of
 from support.torn_disk import Disk
 
 USER = Path(__file__).parent / "support" / "store_user.py"
@@ -82,6 +82,7 @@ async def fill(disk: Disk, folder: Path, *, alone: bool) -> int:
         for turn in range(40):
             name = f"lock-{(number + turn) % 4}"
             if alone:
+                await all_is_quiet(store)
                 lease = await acquired(store, name)
             else:
                 lease = await store.wait(Acquire(name, f"owner-{number}", 30_000), 60_000)  # type: ignore[assignment]
@@ -129,6 +130,39 @@ def small_log(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ALONE = pytest.mark.parametrize("alone", [True, False], ids=["one client", "a crowd"])
+
+
+@pytest.mark.parametrize("copier", [True, False], ids=["to copy the log", "to grant"])
+async def test_a_lone_grant_behind_a_sync_that_failed_is_not_lost(tmp_path: Path, copier: bool) -> None:
+    disk = Disk()
+    try:
+        store = SqliteStore(tmp_path / "locks.db", vfs=disk.name)
+        await store.open()
+        log = store._writer._log  # type: ignore[union-attr]
+        for lease in [await acquired(store, name) for name in ("one", "two", "three")]:
+            await store.apply([release_of(lease)])  # in the log, and unsynced
+        await all_is_quiet(store)
+        disk.sync_fails = True
+        if copier:
+            log._idle.clear()
+            log._asked.put(True)  # as when it has become long
+            assert await asyncio.to_thread(log._idle.wait, 20)
+        else:
+            with pytest.raises(StoreError):
+                await acquired(store, "one")
+        assert log.doubtful
+        disk.sync_fails = False
+        leases = []
+        for name in ("one", "two"):
+            await all_is_quiet(store)
+            leases.append(await acquired(store, name))
+        at = len(disk.record)
+        await store.close()
+        disk.after_power_cut(at, tmp_path / "cut", random.Random(5))
+    finally:
+        disk.unregister()
+    kept = stored(tmp_path / "cut" / "locks.db")
+    assert [kept.get(lease.lock_name) for lease in leases] == [(2, lease.lease_id) for lease in leases]
 
 
 @ALONE

@@ -24,7 +24,19 @@ from pgleaderlock.server.store_sqlite import SqliteStore
 from support.counts import proof_asked
 from support.fencing import database, plain_role
 
-__all__ = ["PATIENCE_S", "STORES", "OpenPlace", "Place", "acquired", "held", "release_of", "renew_of", "until_waiting"]
+__all__ = [
+    "PATIENCE_S",
+    "STORES",
+    "OpenPlace",
+    "Place",
+    "acquired",
+    "all_is_quiet",
+    "held",
+    "release_of",
+    "renew_of",
+    "the_thread_rests",
+    "until_waiting",
+]
 
 # Not asserted anywhere: only the bound after which a test gives up instead of hanging.
 PATIENCE_S = 20.0
@@ -187,3 +199,17 @@ async def until_waiting(store: Store, lock_name: str, waiters: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while (await store.get(lock_name)).waiters != waiters:
             await asyncio.sleep(0.001)
+
+
+async def the_thread_rests(store: SqliteStore) -> None:
+    """It has quite ended what it has answered."""
+    assert store._writer is not None
+    await asyncio.to_thread(store._writer._turn.acquire)
+    store._writer._turn.release()
+
+
+async def all_is_quiet(store: SqliteStore) -> None:
+    """Nothing is under way, and whatever has been was long ago: what comes next is done on the loop's thread."""
+    await the_thread_rests(store)
+    await asyncio.sleep(0)
+    store._writer._threads_until = 0.0  # type: ignore[union-attr] # however slow the disk, or large the crowd

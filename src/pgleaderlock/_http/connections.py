@@ -43,7 +43,7 @@ class Connections:
         self.scheme = scheme
         self.loop = asyncio.get_running_loop()
         self.open: set[Connection] = set()
-        self.heads = KnownHeads()
+        self.heads = KnownHeads(header_bytes_max)
         self.stopping = False
         self.fewer = asyncio.Event()
         """Set whenever a connection has ended."""

@@ -21,6 +21,7 @@ __all__ = ["KnownHeads"]
 
 KNOWN_MAX = 64
 LINES_BYTES_MAX = 1024
+LINES_MAX = 32
 
 _FIRST_LINE = re.compile(rb"POST (/[0-9A-Za-z._~%/-]{0,1000}) HTTP/1\.1(?=\r\n)")
 _KEY_NAME = b"idempotency-key"
@@ -31,8 +32,9 @@ _KEY_LINE = re.compile(rb"\r\n[Ii]dempotency-[Kk]ey: ([!-~]{1,200})(?=\r\n[^ \t]
 class KnownHeads:
     """Those of all connections."""
 
-    def __init__(self) -> None:
-        self._known: dict[bytes, tuple[list[Header], int]] = {}
+    def __init__(self, header_bytes_max: int) -> None:
+        self._header_bytes_max = header_bytes_max
+        self._known: dict[bytes, tuple[tuple[Header, ...], int]] = {}
         """Lines: what they mean, and how many bytes of a body follow."""
 
     def learn(self, data: bytes, exchange: Exchange) -> None:
@@ -44,9 +46,9 @@ class KnownHeads:
         # Else there is more than this one request, or its body is framed in another way than by its length.
         if len(data) != body_at + len(exchange.body) or len(lines) > LINES_BYTES_MAX:
             return
-        headers = [header for header in exchange.headers if header[0] != _KEY_NAME]
-        if len(exchange.headers) - len(headers) != (key is not None):
-            return  # it is written in another way, or more than once
+        headers = tuple(header for header in exchange.headers if header[0] != _KEY_NAME)
+        if len(exchange.headers) - len(headers) != (key is not None) or len(headers) > LINES_MAX:
+            return  # the key is written in another way, or more than once; or there are many lines
         if len(self._known) >= KNOWN_MAX:
             self._known.clear()
         self._known[lines] = headers, len(exchange.body)
@@ -58,9 +60,9 @@ class KnownHeads:
             return None
         lines, body_at, key = _lines_of(data, first.end())
         known = self._known.get(lines)
-        if known is None or len(data) != body_at + known[1]:
+        if known is None or len(data) != body_at + known[1] or body_at > self._header_bytes_max:
             return None
-        headers = known[0] if key is None else [*known[0], (_KEY_NAME, key)]
+        headers = [*known[0]] if key is None else [*known[0], (_KEY_NAME, key)]
         return Exchange(connection, b"POST", first[1], "1.1", headers, body=data[body_at:])
 
 

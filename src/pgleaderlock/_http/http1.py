@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._unparsed = b""
         self._alone: bytes | None = None
-        """What has just come, when nothing else was under way: perhaps one request, and all of it."""
+        """What is being parsed and came when nothing else was under way: perhaps one request, and all of it."""
         self._in_head = False
         self._unread_bytes = 0
         """What the parser was given since it last gave something: a line without an end, of whatever kind."""
@@ -95,10 +95,10 @@ class Connection(asyncio.Protocol):
         self.shared.fewer.set()
 
     def data_received(self, data: bytes) -> None:
-        self._alone = None
         if self._answering is None and not self._in_head and not self.deaf:
             exchange = self.shared.heads.recall(data, self)
             if exchange is not None:
+                self._unread_bytes = 0
                 self._head_deadline = NEVER
                 self._waiting.append(exchange)
                 self._begin_next()
@@ -106,6 +106,7 @@ class Connection(asyncio.Protocol):
             self._alone = data
         self._unparsed = self._unparsed + data if self._unparsed else data
         self._parse()
+        self._alone = None
 
     def _parse(self) -> None:
         while self._unparsed and not self.deaf and not self._is_enough():

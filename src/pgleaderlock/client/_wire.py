@@ -198,12 +198,18 @@ def batch_request(operations: Sequence[dict[str, Any]]) -> Request:
 # -- replies ----------------------------------------------------------------------------------------------------------
 
 
+def _decoded(text: str) -> Any:
+    """In one step if nothing is around the value, and else with care."""
+    try:
+        value, end = _decoder.raw_decode(text)
+    except ValueError:
+        end = -1
+    return value if end == len(text) else _decoder.decode(text)
+
+
 def _json_object(reply: Reply) -> dict[str, Any]:
     try:
-        text = reply.body.decode()
-        value, end = _decoder.raw_decode(text)
-        if end != len(text):
-            value = _decoder.decode(text)  # blanks behind it, or before; or more than one value
+        value = _decoded(reply.body.decode())
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

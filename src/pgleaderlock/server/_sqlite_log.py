@@ -27,6 +27,8 @@ class Log:
         self._copier = copier
         self._pages_max = pages_max
         self._pages = 0
+        self.doubtful = False
+        """A sync has failed, whoever asked for it: what the log had not on disk may be lost, and the system not know."""
         self._idle = threading.Event()
         self._idle.set()
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -51,12 +53,17 @@ class Log:
             self._asked.put(True)
         else:
             # Nearly all of it has been copied by now. The next transaction begins at the beginning.
-            _copy(self._writer)
+            self._copy(self._writer)
             self._pages = 0
 
     def start_again(self) -> None:
         """All of the log into the file, now, in the writer's thread and outside a transaction; raises if it cannot."""
-        self._writer.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
+        self.doubtful = False  # before: the other thread may find out meanwhile that it is so again
+        try:
+            self._writer.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
+        except BaseException:
+            self.doubtful = True
+            raise
 
     def close(self) -> None:
         """Ends the thread and its connection; the writer's own is the last, and copies what is left."""
@@ -65,13 +72,15 @@ class Log:
 
     def _work(self) -> None:
         while self._asked.get():
-            _copy(self._copier)
+            self._copy(self._copier)
             self._idle.set()
         with contextlib.suppress(apsw.Error):
             self._copier.close(True)
 
-
-def _copy(connection: apsw.Connection) -> None:
-    # If it cannot be done now, the log holds what was committed all the same, and it is tried again after the next.
-    with contextlib.suppress(apsw.Error):
-        connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+    def _copy(self, connection: apsw.Connection) -> None:
+        try:
+            connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+        except apsw.IOError:
+            self.doubtful = True
+        except apsw.Error:
+            pass  # the log holds what was committed all the same, and it is tried again after the next

@@ -93,7 +93,8 @@ class Writer:
         self._syncing = True
         self._data_version = -1
         """SQLite's own count of changes after our last commit: it counts those of others too, when it sees them."""
-        self._log_doubtful = False
+        self._doing: list[Item] = []
+        """What the thread has taken, and nobody has been told of yet."""
         self.alive = True
         self._thread = threading.Thread(target=self._work, name="pgleaderlock lock writer", daemon=True)
 
@@ -103,7 +104,7 @@ class Writer:
     def stop(self, done: "asyncio.Future[Any]") -> None:
         """Finishes what was put before; `done` is answered when the file is closed."""
         self._hand_over()
-        self._items.put(Stop(done))
+        self._enqueue(Stop(done))
 
     def join(self) -> None:
         self._thread.join()
@@ -116,7 +117,12 @@ class Writer:
 
     def put(self, item: Item) -> None:
         self._outstanding += 1
+        self._enqueue(item)
+
+    def _enqueue(self, item: Item) -> None:
         self._items.put(item)
+        if not self.alive:
+            self._loop.call_soon(self._give_up)
 
     def apply(self, request: Apply) -> None:
         """At once, if nothing else is going on; else together with all other requests that the loop has at hand."""
@@ -147,7 +153,7 @@ class Writer:
 
     def _is_quiet(self) -> bool:
         """Nothing is under way, nor was it crowded a moment ago, and nothing but a short transaction is to be done."""
-        if self._gathered or self._outstanding or self._one_was_here or self._log_doubtful or self._log.overdue:
+        if self._gathered or self._outstanding or self._one_was_here or self._log.doubtful or self._log.overdue:
             return False
         return self._loop.time() >= self._threads_until
 
@@ -185,29 +191,46 @@ class Writer:
             self._remember(took_s)
         self._settle(answers, due_ns)
 
+    def _give_up(self) -> None:
+        """The thread has ended by a defect: nobody is to wait for it."""
+        self._roll_back()
+        self._close_file()
+        left, self._doing = self._doing, []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left.append(self._items.get_nowait())
+        error = StoreError(f"{self._path}: the writer has ended by a defect: restart the server; its log says more")
+        answers = self._failed(left, error, closing=True)
+        answers += [(item.future, None) for item in left if type(item) is Stop]
+        self._settle(answers, None)
+
     # --- In the thread
 
     def _work(self) -> None:
         try:
             self._work_until_stopped()
-        finally:
+        except BaseException:
             self.alive = False
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._give_up)
+            raise
+        self.alive = False
 
     def _work_until_stopped(self) -> None:
         stop = None
         while stop is None:
             group, stop = self._take()
+            self._doing = group
             with self._turn:
                 began = time.monotonic()
                 answers = self._transact(group, closing=stop is not None)
                 if stop is not None:
-                    self._log.close()
-                    with contextlib.suppress(apsw.Error):  # what could not be copied into the file stays in its log
-                        self._connection.close(True)
+                    self._close_file()
                     answers.append((stop.future, None))
                 with contextlib.suppress(RuntimeError):  # the application's loop is gone, and nobody waits
                     due_ns, took_s = self._locks.room.next_due_ns, time.monotonic() - began
                     self._loop.call_soon_threadsafe(self._done, answers, due_ns, group, took_s)
+                self._doing = []
                 if stop is None:
                     self._log.due()
 
@@ -254,9 +277,8 @@ class Writer:
         before = locks.rows, locks.held
         cancels = self._owed + [item for item in group if type(item) is Cancel]
         try:
-            if self._log_doubtful:
+            if self._log.doubtful:
                 self._log.start_again()
-                self._log_doubtful = False
             self._sync_commits(closing or not self._only_frees(group))
             self._connection.execute("BEGIN IMMEDIATE")
             self._verify()
@@ -280,7 +302,8 @@ class Writer:
     def _undone(self, error: Exception, group: list[Item], cancels: list[Cancel], *, closing: bool) -> Answers:
         """Whatever it is: nothing of this group is durable."""
         self._roll_back()
-        self._log_doubtful = self._log_doubtful or isinstance(error, apsw.IOError)
+        if isinstance(error, apsw.IOError):
+            self._log.doubtful = True
         self._owed = cancels[-CANCELS_OWED_MAX:]
         told = explained(error, self._path)
         if not isinstance(told, StoreError):
@@ -352,6 +375,11 @@ class Writer:
                 f"{self._path} was opened by another lock server: this one grants nothing any more. Stop one of them, "
                 "give it a file of its own, or let both share a PostgreSQL store"
             )
+
+    def _close_file(self) -> None:
+        self._log.close()
+        with contextlib.suppress(apsw.Error):  # what could not be copied into the file stays in its log
+            self._connection.close(True)
 
     def _roll_back(self) -> None:
         with contextlib.suppress(apsw.Error):  # it may have ended by itself, and then there is nothing to roll back

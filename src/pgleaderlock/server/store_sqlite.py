@@ -131,6 +131,8 @@ class SqliteStore:
                 connection = open_writer(self._path, self._vfs)
                 opened.append(connection)
                 number = count_run(connection, self._path)
+                # Whoever has lost these names to us looks at them again before we grant anything.
+                time.sleep(2 * _sqlite_file.LOOK_AGAIN_S)
                 self._run = Run(number, self._now_ns(), time.time_ns())
                 self._locks = Locks(connection, self._run, self._locks_max)
                 self._reader = open_reader(self._path, self._vfs)
@@ -174,10 +176,9 @@ class SqliteStore:
         # The reader goes first, so that the writer is the last and leaves no log behind.
         await self._loop.run_in_executor(self._readers, self._reader.close, True)
         self._readers.shutdown(wait=False)
-        if writer.alive:  # else it has ended by a defect, and what was committed is in the file
-            done = self._loop.create_future()
-            writer.stop(done)
-            await done
+        done = self._loop.create_future()
+        writer.stop(done)
+        await done
         writer.join()
         self._claim.give_up()
         self._writer = None
