@@ -5,6 +5,7 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from typing import Protocol
 
@@ -14,6 +15,10 @@ from pgleaderlock.embedded import EmbeddedPostgres
 from proxy import Proxy
 from servers import throwaway, wait_until_nothing_left
 from support.pgbouncer import PoolMode, pooler
+
+# What runs in the background of a script ignores Ctrl-C, and so would every program that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # -- no test is skipped in silence ------------------------------------------------------------------------------------
 

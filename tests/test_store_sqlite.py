@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import apsw
+import psutil
 import pytest
 
 from fakes import FakeClock
@@ -1319,8 +1320,7 @@ async def test_when_the_writer_ends_by_a_defect_all_who_wait_for_it_are_told_and
         for task in (in_line, queued):
             with pytest.raises(StoreError, match="ended by a defect"):
                 await task
-        open_files = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-        assert not [name for name in open_files if name.startswith(str(path))]
+        assert not [file.path for file in psutil.Process().open_files() if file.path.startswith(str(path))]
 
 
 async def test_a_link_to_the_file_is_the_file(opened: OpenStore, path: Path, tmp_path: Path) -> None:

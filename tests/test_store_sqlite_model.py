@@ -1,5 +1,5 @@
-"""The SQLite store against a model of a page: random operations one after the other, on a disk that fails and is cut from
-power. Nothing is granted twice, no token is reused, what was told is kept, and everybody is answered once."""
+"""The SQLite store against a model of a page: random operations one after the other, on a disk that fails and is cut
+from power. Nothing is granted twice, no token is reused, what was told is kept, and everybody is answered once."""
 
 import asyncio
 import random
@@ -193,7 +193,7 @@ class Story:
         kept: dict[str, int] = {}
         for table in ("SELECT lock_name, fencing_token FROM locks", "SELECT lock_name, last_token FROM tokens"):
             for name, token in connection.execute(table):
-                kept[name] = max(token, kept.get(name, 0))  # type: ignore[type-var]
+                kept[name] = max(token, kept.get(name, 0))
         connection.close(True)
         told = [entry for entry in self.disk.record[:at] if entry[0] == "mark"]
         for _, name, token, _ in told:

@@ -203,7 +203,7 @@ def _decoded(text: str) -> Any:
     try:
         value, end = _decoder.raw_decode(text)
     except ValueError:
-        end = -1
+        return _decoder.decode(text)
     return value if end == len(text) else _decoder.decode(text)
 
 

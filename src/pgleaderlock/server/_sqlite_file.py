@@ -44,8 +44,8 @@ FRAME_HEADER_BYTES = 24
 BUSY_MS = 2000
 FOLDER_SETTLED_NS = 1_000_000_000
 LOOK_AGAIN_S = 0.01
-"""For so long both names are taken for what they were. Who opens a file waits longer before it grants anything, and what
-is written just after a file was moved is not lost in any other way than what was written just before."""
+"""For so long both names are taken for what they were. Who opens a file waits longer before it grants anything, and
+what is written just after a file was moved is not lost in any other way than what was written just before."""
 # SQLite's write-ahead log needs memory that all its users share, and locks that hold: neither crosses a network.
 NETWORK_FILE_SYSTEMS = frozenset({
     "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.cephfs", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs",

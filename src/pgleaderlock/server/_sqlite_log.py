@@ -28,7 +28,7 @@ class Log:
         self._pages_max = pages_max
         self._pages = 0
         self.doubtful = False
-        """A sync has failed, whoever asked for it: what the log had not on disk may be lost, and the system not know."""
+        """A sync has failed, whoever asked for it: what it had not on disk may be lost, and the system not know."""
         self._idle = threading.Event()
         self._idle.set()
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
