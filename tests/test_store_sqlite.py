@@ -38,6 +38,7 @@ from pgleaderlock.server.store import (
 from pgleaderlock.server.store_sqlite import SqliteStore
 from support.stores import (
     PATIENCE_S,
+    Told,
     acquired,
     all_is_quiet,
     held,
@@ -565,25 +566,6 @@ async def test_the_file_is_missed_when_its_folder_is_gone(opened: OpenStore, tmp
 
 
 # --- Replies that are no futures
-
-
-class Told:
-    """Calls back with what it is told."""
-
-    def __init__(self, call: Callable[[Any], None]) -> None:
-        self._call = call
-
-    def done(self) -> bool:
-        return False
-
-    def cancelled(self) -> bool:
-        return False
-
-    def set_result(self, result: Any) -> None:
-        self._call(result)
-
-    def set_exception(self, exception: Exception) -> None:
-        self._call(exception)
 
 
 async def test_who_asks_again_when_it_is_told_does_not_put_the_next_waiter_off(opened: OpenStore) -> None:
@@ -1203,13 +1185,18 @@ async def test_after_a_crowd_the_next_one_is_not_done_in_the_loop(
         assert transactions == [(False, 1), (True, 1)]
 
 
+def every_disk_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, and nobody forgets it."""
+    monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
+    monkeypatch.setattr(_sqlite_writer, "SLOW_FACTOR", 1e9)
+
+
 async def test_after_a_slow_disk_the_loop_does_not_stand_still_again(
     opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened() as store:
         await acquired(store, "fast")
-        monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
-        monkeypatch.setattr(_sqlite_writer, "SLOW_FACTOR", 1e9)
+        every_disk_is_slow(monkeypatch)
         await turns_of_the_loop(1)
         await acquired(store, "slow")
         await turns_of_the_loop(1)
@@ -1221,8 +1208,7 @@ async def test_a_disk_that_is_slow_in_the_thread_is_not_tried_in_the_loop(
     opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened() as store:
-        monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
-        monkeypatch.setattr(_sqlite_writer, "SLOW_FACTOR", 1e9)
+        every_disk_is_slow(monkeypatch)
         await store.check()
         await the_thread_rests(store)
         await acquired(store, "next")
@@ -1233,8 +1219,7 @@ async def test_a_long_request_is_the_threads_and_says_nothing_about_the_disk(
     opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with opened() as store:
-        monkeypatch.setattr(_sqlite_writer, "SLOW_S", -1.0)
-        monkeypatch.setattr(_sqlite_writer, "SLOW_FACTOR", 1e9)
+        every_disk_is_slow(monkeypatch)
         await store.apply([Acquire(f"job-{number}", "me", 30_000) for number in range(17)])
         await the_thread_rests(store)
         await acquired(store, "next")

@@ -13,7 +13,7 @@ import apsw
 import pytest
 
 from pgleaderlock.server import _sqlite_file
-from pgleaderlock.server.store import Acquire, Granted, Released, StoreError
+from pgleaderlock.server.store import Acquire, Granted, StoreError
 from pgleaderlock.server.store_sqlite import SqliteStore
 from support.counts import count
 from support.stores import acquired, all_is_quiet, release_of
@@ -132,8 +132,12 @@ def small_log(monkeypatch: pytest.MonkeyPatch) -> None:
 ALONE = pytest.mark.parametrize("alone", [True, False], ids=["one client", "a crowd"])
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["of a known lock", "of a new lock"])
 @pytest.mark.parametrize("copier", [True, False], ids=["to copy the log", "to grant"])
-async def test_a_lone_grant_behind_a_sync_that_failed_is_not_lost(tmp_path: Path, copier: bool) -> None:
+async def test_a_grant_behind_a_sync_that_failed_behind_a_release_is_not_lost(
+    tmp_path: Path, copier: bool, known: bool
+) -> None:
+    names = ("one", "two") if known else ("new", "newer")
     disk = Disk()
     try:
         store = SqliteStore(tmp_path / "locks.db", vfs=disk.name)
@@ -149,11 +153,11 @@ async def test_a_lone_grant_behind_a_sync_that_failed_is_not_lost(tmp_path: Path
             assert await asyncio.to_thread(log._idle.wait, 20)
         else:
             with pytest.raises(StoreError):
-                await acquired(store, "one")
+                await acquired(store, names[0])
         assert log.doubtful
         disk.sync_fails = False
         leases = []
-        for name in ("one", "two"):
+        for name in names:
             await all_is_quiet(store)
             leases.append(await acquired(store, name))
         at = len(disk.record)
@@ -162,7 +166,8 @@ async def test_a_lone_grant_behind_a_sync_that_failed_is_not_lost(tmp_path: Path
     finally:
         disk.unregister()
     kept = stored(tmp_path / "cut" / "locks.db")
-    assert [kept.get(lease.lock_name) for lease in leases] == [(2, lease.lease_id) for lease in leases]
+    token = 2 if known else 1
+    assert [kept.get(lease.lock_name) for lease in leases] == [(token, lease.lease_id) for lease in leases]
 
 
 @ALONE
@@ -177,25 +182,3 @@ async def test_the_power_cut_does_reuse_tokens_when_commits_are_not_synced(
 ) -> None:
     monkeypatch.setattr(_sqlite_file, "SYNCHRONOUS", 1)  # NORMAL: what the store refuses to run with
     assert await reused_after_power_cuts(tmp_path, 40, alone=alone) > 0
-
-
-async def test_a_power_cut_after_a_sync_that_failed_behind_a_release_reuses_no_token(tmp_path: Path) -> None:
-    disk = Disk()
-    try:
-        store = SqliteStore(tmp_path / "locks.db", vfs=disk.name)
-        await store.open()
-        assert await store.apply([release_of(await acquired(store, "released"))]) == [
-            Released()
-        ]  # in the log, unsynced
-        disk.sync_fails = True
-        with pytest.raises(StoreError):
-            await store.apply([Acquire("job", "alice", 30_000)])
-        disk.sync_fails = False
-        leases = [await acquired(store, name) for name in ("job", "another")]
-        at = len(disk.record)
-        await store.close()
-        disk.after_power_cut(at, tmp_path / "cut", random.Random(5))
-    finally:
-        disk.unregister()
-    kept = stored(tmp_path / "cut" / "locks.db")
-    assert [kept.get(lease.lock_name) for lease in leases] == [(1, lease.lease_id) for lease in leases]

@@ -25,34 +25,12 @@ from pgleaderlock.server.store import (
 )
 from pgleaderlock.server.store_sqlite import SqliteStore
 from support.counts import count
-from support.stores import PATIENCE_S, all_is_quiet, release_of, renew_of
+from support.stores import PATIENCE_S, Told, all_is_quiet, release_of, renew_of
 from support.torn_disk import Disk
 
 STEPS = 150
 CUTS = 6
 NAMES = ["a", "b", "c"]
-
-
-class Heard:
-    """A reply that counts how often it is told."""
-
-    def __init__(self) -> None:
-        self.times = 0
-        self.event = asyncio.Event()
-
-    def done(self) -> bool:
-        return False
-
-    def cancelled(self) -> bool:
-        return False
-
-    def set_result(self, result: Any) -> None:
-        self.times += 1
-        self.outcome = result[0]
-        self.event.set()
-
-    def set_exception(self, error: Exception) -> None:
-        self.set_result([error])
 
 
 @dataclass
@@ -72,7 +50,8 @@ class Story:
     disk: Disk = field(default_factory=Disk)
     leases: dict[str, Lease] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
-    replies: list[Heard] = field(default_factory=list)
+    answered: list[list[Any]] = field(default_factory=list)
+    """What each who asked was told: one thing."""
 
     async def tell(self) -> None:
         await self.open()
@@ -82,7 +61,7 @@ class Story:
         self.disk.full = self.disk.sync_fails = False
         ends = len(self.disk.record)
         await self.store.close()
-        assert {reply.times for reply in self.replies} == {1}
+        assert {len(told) for told in self.answered} == {1}
         for number in range(CUTS):
             self.cut_power(self.chance.randrange(begins, ends + 1), self.folder / f"cut-{number}")
 
@@ -135,15 +114,21 @@ class Story:
                 del self.leases[name]
 
     async def ask(self, operation: Operation) -> None:
-        reply = Heard()
-        self.replies.append(reply)
-        self.store.submit(reply, (operation,))
-        await asyncio.wait_for(reply.event.wait(), PATIENCE_S)
-        if isinstance(reply.outcome, Exception):
-            assert isinstance(reply.outcome, StoreError)
+        told: list[Any] = []
+        self.answered.append(told)
+        event = asyncio.Event()
+
+        def tell(answer: Any) -> None:
+            told.append(answer)
+            event.set()
+
+        self.store.submit(Told(tell), (operation,))
+        await asyncio.wait_for(event.wait(), PATIENCE_S)
+        if isinstance(told[0], Exception):
+            assert isinstance(told[0], StoreError)
             assert self.disk.full or self.disk.sync_fails
         else:
-            self.check(operation, reply.outcome)
+            self.check(operation, told[0][0])
         await self.check_counts()
 
     def check(self, operation: Operation, outcome: object) -> None:

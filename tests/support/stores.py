@@ -29,6 +29,7 @@ __all__ = [
     "STORES",
     "OpenPlace",
     "Place",
+    "Told",
     "acquired",
     "all_is_quiet",
     "held",
@@ -213,3 +214,22 @@ async def all_is_quiet(store: SqliteStore) -> None:
     await the_thread_rests(store)
     await asyncio.sleep(0)
     store._writer._threads_until = 0.0  # type: ignore[union-attr] # however slow the disk, or large the crowd
+
+
+class Told:
+    """Calls back with what it is told."""
+
+    def __init__(self, call: Callable[[Any], object]) -> None:
+        self._call = call
+
+    def done(self) -> bool:
+        return False
+
+    def cancelled(self) -> bool:
+        return False
+
+    def set_result(self, result: Any) -> None:
+        self._call(result)
+
+    def set_exception(self, exception: Exception) -> None:
+        self._call(exception)

@@ -1,6 +1,6 @@
 """All connections of a server: what they share, which of them are late, and the end of all.
 
-Imports `exchange`, `answers` and the standard library. Must never read or write a byte: a connection does.
+Imports `heads`, `exchange`, `answers` and the standard library. Must never read or write a byte: a connection does.
 """
 
 import asyncio

@@ -26,8 +26,8 @@ from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._connect import retrieve
 from pgleaderlock.server._postgres_pool import BATCH_OPERATIONS_MAX, Pool, lasts, nothing_came_of
 from pgleaderlock.server._postgres_queue import NEVER, NOW, Alarm, Queues, Waiter
-from pgleaderlock.server._postgres_wire import new_lease_id, outcome_of, waiting
-from pgleaderlock.server.store import Acquire, Granted, Held, StoreBusy, StoreError, StoreFull
+from pgleaderlock.server._postgres_wire import outcome_of, waiting
+from pgleaderlock.server.store import Acquire, Granted, Held, StoreBusy, StoreError, StoreFull, new_lease_id
 
 __all__ = ["ALIVE_MS", "Waiting"]
 

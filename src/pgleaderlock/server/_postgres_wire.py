@@ -3,7 +3,6 @@
 Imports msgspec, `store` and the standard library.
 """
 
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,9 +21,10 @@ from pgleaderlock.server.store import (
     Renew,
     Renewed,
     StoreFull,
+    new_lease_id,
 )
 
-__all__ = ["encoded", "new_lease_id", "outcome_of", "view_of", "waiting"]
+__all__ = ["encoded", "outcome_of", "view_of", "waiting"]
 
 
 class _Sent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -43,11 +43,6 @@ class _Sent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 _encode = msgspec.json.Encoder().encode
-
-
-def new_lease_id() -> str:
-    """Not to be guessed: whoever knows it can act as the holder."""
-    return secrets.token_hex(16)
 
 
 def encoded(operation: Operation) -> str:

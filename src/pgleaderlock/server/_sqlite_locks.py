@@ -1,26 +1,25 @@
 """The rules of the lock store on SQLite: what becomes of each operation, inside a transaction that somebody else opens.
 
-Imports apsw, the store's protocol and its neighbours `_sqlite_file` and `_sqlite_waiting`. Must never begin or end a
+Imports apsw, the store's protocol and its neighbours of the file. Must never begin or end a
 transaction, never read a clock (the moment of the transaction is given), never answer anybody by itself (answers are
 collected, and given when they are durable) and never leave a statement half read: `get` reads to the end, `fetchone`
 does not. A read that is still open when the transaction ends keeps the log from starting again and, once another
 program has written, this connection from writing ever again.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import apsw
 
 from pgleaderlock.server._sqlite_file import sql
+from pgleaderlock.server._sqlite_rows import MS, Row, Run, view
 from pgleaderlock.server._sqlite_waiting import Share, Ticket, WaitingRoom
 from pgleaderlock.server.store import (
     Acquire,
     Broken,
     Granted,
     Held,
-    LockView,
     NotReleased,
     NotRenewed,
     Operation,
@@ -31,11 +30,11 @@ from pgleaderlock.server.store import (
     Renewed,
     Reply,
     StoreFull,
+    new_lease_id,
 )
 
-__all__ = ["MS", "Locks", "Run", "view"]
+__all__ = ["Locks"]
 
-MS = 1_000_000
 BREAKS_KEPT = 10_000
 
 # The texts are looked up once: they are the keys of the connection's cache of prepared statements.
@@ -46,41 +45,7 @@ RECORD_BREAK, FORGET_BREAKS, CHECK = sql("record_break"), sql("forget_breaks"), 
 
 RENEWED_NOT, RELEASED, RELEASED_NOT = NotRenewed(), Released(), NotReleased()
 
-# A row as sqlite_find gives it:
-# owner_id, lease_id, fencing_token, ttl_ms, run, deadline_ns, lease_expiry_ns, version, idempotency_key
-Row = tuple[Any, ...]
 Answer = tuple[Reply, Any]
-
-
-class Run:
-    """One opening of the file: its number and when it began, on the boot-time clock and for people."""
-
-    __slots__ = ("number", "start_ns", "start_wall_ns")
-
-    def __init__(self, number: int, start_ns: int, start_wall_ns: int) -> None:
-        self.number = number
-        self.start_ns = start_ns
-        self.start_wall_ns = start_wall_ns
-
-    def deadline_ns(self, row: Row) -> int:
-        """When a held row's lease ends. One of an earlier run counts for its full duration from the start of this."""
-        deadline_ns: int = row[5] if row[4] == self.number else self.start_ns + row[3] * MS
-        return deadline_ns
-
-    def expiry_ms(self, row: Row) -> int:
-        """The same for people, as Unix time."""
-        expiry_ns: int = row[6] if row[4] == self.number else self.start_wall_ns + row[3] * MS
-        return expiry_ns // MS
-
-
-def view(run: Run, lock_name: str, row: Row | None, token: tuple[int, int] | None, now_ns: int) -> LockView:
-    """A lock as its row, or what is left of it, tells at this moment."""
-    if row is None:
-        last_token, version = token or (0, 0)
-        return LockView(lock_name, False, None, None, last_token, None, version)
-    if row[0] is None or run.deadline_ns(row) <= now_ns:
-        return LockView(lock_name, False, None, None, row[2], None, row[7])
-    return LockView(lock_name, True, row[0], row[1], row[2], run.expiry_ms(row), row[7])
 
 
 class Locks:
@@ -107,18 +72,17 @@ class Locks:
         """One operation outside a transaction, while nobody waits for anything: its statement is one by itself, and is
         committed when this returns. None: nothing was changed, and it takes a transaction to say why."""
         self._now_ns, self._wall_ns = now_ns, wall_ns
-        kind = type(operation)
-        if kind is Acquire:
-            return self._grant_free(operation)  # type: ignore[arg-type]
-        if kind is Release:
-            released = self._release(operation)  # type: ignore[arg-type]
+        if isinstance(operation, Acquire):
+            return self._grant_free(operation)
+        if isinstance(operation, Release):
+            released = self._release(operation)
             return released if released is RELEASED else None
-        renewed = self._renew(operation)  # type: ignore[arg-type]
+        renewed = self._renew(operation)
         return renewed if renewed is not RENEWED_NOT else None
 
     def _grant_free(self, acquire: Acquire) -> Granted | None:
         name, owner_id, ttl_ns = acquire.lock_name, acquire.owner_id, acquire.ttl_ms * MS
-        lease_id = os.urandom(16).hex()
+        lease_id = new_lease_id()
         expiry_ns = self._wall_ns + ttl_ns
         token = self._execute(
             GRANT_FREE,
@@ -171,12 +135,11 @@ class Locks:
         return outcomes
 
     def _one(self, operation: Operation) -> Outcome:
-        kind = type(operation)
-        if kind is Acquire:
-            return self._acquire(operation)  # type: ignore[arg-type]
-        if kind is Renew:
-            return self._renew(operation)  # type: ignore[arg-type]
-        return self._release(operation)  # type: ignore[arg-type]
+        if isinstance(operation, Acquire):
+            return self._acquire(operation)
+        if isinstance(operation, Renew):
+            return self._renew(operation)
+        return self._release(operation)
 
     def _acquire(self, acquire: Acquire) -> Granted | Held | StoreFull:
         name = acquire.lock_name
@@ -191,7 +154,7 @@ class Locks:
 
     def _grant(self, acquire: Acquire, row: Row | None, waited_ms: int = 0) -> Granted | StoreFull:
         name, ttl_ms = acquire.lock_name, acquire.ttl_ms
-        lease_id = os.urandom(16).hex()
+        lease_id = new_lease_id()
         expiry_ns = self._wall_ns + ttl_ms * MS
         if row is None:
             if self.rows >= self._locks_max:

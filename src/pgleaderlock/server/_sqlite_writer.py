@@ -91,8 +91,6 @@ class Writer:
         """Held by whichever thread uses the connection and the locks."""
         self._owed: list[Cancel] = []
         self._syncing = True
-        self._data_version = -1
-        """SQLite's own count of changes after our last commit: it counts those of others too, when it sees them."""
         self._doing: list[Item] = []
         """What the thread has taken, and nobody has been told of yet."""
         self.alive = True
@@ -126,7 +124,7 @@ class Writer:
 
     def apply(self, request: Apply) -> None:
         """At once, if nothing else is going on; else together with all other requests that the loop has at hand."""
-        if self._is_quiet() and len(request[1]) <= SHORT_MAX and self._turn.acquire(blocking=False):
+        if self._is_quiet() and _is_short(request) and self._turn.acquire(blocking=False):
             # A second one within the same turn of the loop means that there are more: those go to the thread.
             self._one_was_here = True
             try:
@@ -191,6 +189,9 @@ class Writer:
             self._remember(took_s)
         self._settle(answers, due_ns)
 
+    def ended_by_defect(self) -> StoreError:
+        return StoreError(f"{self._path}: the writer has ended by a defect: restart the server; its log says more")
+
     def _give_up(self) -> None:
         """The thread has ended by a defect: nobody is to wait for it."""
         self._roll_back()
@@ -199,8 +200,7 @@ class Writer:
         with contextlib.suppress(queue.Empty):
             while True:
                 left.append(self._items.get_nowait())
-        error = StoreError(f"{self._path}: the writer has ended by a defect: restart the server; its log says more")
-        answers = self._failed(left, error, closing=True)
+        answers = self._failed(left, self.ended_by_defect(), closing=True)
         answers += [(item.future, None) for item in left if type(item) is Stop]
         self._settle(answers, None)
 
@@ -291,7 +291,6 @@ class Writer:
             if closing:
                 locks.close()
             self._connection.execute("COMMIT")
-            self._data_version = self._connection.data_version()
         except Exception as error:
             locks.rows, locks.held = before
             return self._undone(error, group, cancels, closing=closing)
@@ -368,8 +367,6 @@ class Writer:
     def _verify(self) -> None:
         """Twice sure that nobody else writes: the claim may be lost with its file, the run number is in the data."""
         self._identity.verify()
-        if self._connection.data_version() == self._data_version:
-            return  # the last one who wrote was this connection
         if self._connection.execute(META, ("run",)).get != self._run_number:
             raise StoreError(
                 f"{self._path} was opened by another lock server: this one grants nothing any more. Stop one of them, "

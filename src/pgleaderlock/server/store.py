@@ -17,6 +17,7 @@ The rules, which one conformance suite checks on every store:
 Imports msgspec and the standard library. Must never import a store, HTTP or a database driver.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -46,6 +47,7 @@ __all__ = [
     "StoreFull",
     "Submit",
     "Sweep",
+    "new_lease_id",
 ]
 
 LOCKS_MAX = 1_000_000
@@ -95,6 +97,11 @@ class Granted(msgspec.Struct, frozen=True, gc=False):
     waited_ms: int = 0
     replayed: bool = False
     """This lease was granted to an earlier request with the same idempotency key."""
+
+
+def new_lease_id() -> str:
+    """Not to be guessed: whoever knows it can act as the holder."""
+    return secrets.token_hex(16)
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):

@@ -24,8 +24,9 @@ from pgleaderlock._logging import get_logger
 from pgleaderlock.server import _sqlite_file
 from pgleaderlock.server._sqlite_file import Claim, count_run, described, open_copier, open_reader, open_writer, sql
 from pgleaderlock.server._sqlite_items import Call, Cancel, Tick
-from pgleaderlock.server._sqlite_locks import MS, Locks, Run, view
+from pgleaderlock.server._sqlite_locks import Locks
 from pgleaderlock.server._sqlite_log import Log
+from pgleaderlock.server._sqlite_rows import MS, Run, view
 from pgleaderlock.server._sqlite_waiting import Ticket
 from pgleaderlock.server._sqlite_writer import Writer
 from pgleaderlock.server.store import (
@@ -322,7 +323,7 @@ class SqliteStore:
         if os.getpid() != self._pid:
             raise StoreError(f"{self._path} was opened before a fork: each process must open a store of its own")
         if not writer.alive:
-            raise StoreError(f"{self._path}: the writer has ended by a defect: restart the server; its log says more")
+            raise writer.ended_by_defect()
         if writer.queued >= self._queue_max:
             raise StoreBusy(f"{self._queue_max} operations wait for the disk already: try again in a moment")
         return writer
