@@ -18,9 +18,11 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from conftest import StartServer
-from pgleaderlock import LeaderElection
+from pgleaderlock import LeaderElection, history
+from pgleaderlock.cli import drain
 from pgleaderlock.cli._app import run as program_run
 from pgleaderlock.cli._operations import span
+from pgleaderlock.history import Asks, RoleView
 from pgleaderlock.migrate import _migrations, migrate
 from support.elections import STEADY, SilentLeader, fresh_database, ledger_dsns, one, opens, until
 from support.fencing import database
@@ -207,6 +209,43 @@ async def test_drain_moves_every_role_away_until_the_node_is_resumed(plain: str,
         assert (resumed.code, resumed.out) == (0, "node-a: competes again\n")
         back = await run("step-down", "billing", "--to", "node-a", "--dsn", plain, "--namespace", space)
         assert back.out.startswith("billing: node-b -> node-a, ")
+
+
+async def test_drain_waits_for_those_who_lead_next(plain: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[list[RoleView]] = []
+    look_at_roles = history.all_roles
+
+    async def all_roles(asks: Asks, namespace: str) -> list[RoleView]:
+        looks.append(await look_at_roles(asks, namespace))
+        return looks[-1]
+
+    monkeypatch.setattr(drain, "SUCCESSORS_S", 600.0)
+    monkeypatch.setattr(history, "all_roles", all_roles)
+    async with cluster(plain, space, ["node-a"]), cluster(plain, space, ["node-b"], roles=["reports"]):
+        asked = asyncio.create_task(run("drain", "node-a", "--dsn", plain, "--namespace", space))
+        await until(lambda: len(looks) >= 2, "drain has looked who leads what node-a led")
+        assert [role.state for role in looks[1]] == ["free", "led", "free"]
+        async with cluster(plain, space, ["node-c"]):
+            done = await asked
+    assert done.out == "node-a: drained (clean); 2 roles, led now: 2 by node-c\n"
+
+
+async def test_drain_waits_for_nobody_where_no_other_node_would_lead(
+    plain: str, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "SUCCESSORS_S", 600.0)
+    async with cluster(plain, space, ["node-a"]):
+        done = await run("drain", "node-a", "--dsn", plain, "--namespace", space)
+    assert (done.code, done.out) == (0, "node-a: drained (clean); 2 roles, led now: 2 by nobody yet\n")
+
+
+async def test_drain_ends_also_when_no_other_node_is_after_the_roles(
+    plain: str, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "SUCCESSORS_S", 0.1)
+    async with cluster(plain, space, ["node-a"]), cluster(plain, space, ["node-b"], roles=["reports"]):
+        done = await run("drain", "node-a", "--dsn", plain, "--namespace", space)
+    assert (done.code, done.out) == (0, "node-a: drained (clean); 2 roles, led now: 2 by nobody yet\n")
 
 
 async def test_a_node_that_is_not_there_cannot_be_drained(plain: str, space: str) -> None:

@@ -27,6 +27,10 @@ from pgleaderlock.errors import SchemaError
 
 __all__ = ["drain"]
 
+NOBODY_YET = "nobody yet"
+SUCCESSORS_S = 10.0
+"""The node is drained by then, whoever leads next: a role that no other node is after would be waited for in vain."""
+
 
 @click.command(short_help="Ask a node to give up all its roles.")
 @dsn_option
@@ -78,6 +82,7 @@ async def _drain(
             )
         if done.outcome in ("refused", "expired"):
             raise Refused(f"{node_id}: {done.outcome}" + (f": {done.detail}" if done.detail else ""), EXIT_NO)
+        request.number = None  # it is carried out: a Ctrl-C from here on leaves nothing behind
         click.echo(f"{node_id}: competes again" if resume else await _sum_up(look, namespace, node_id, led, done))
         return EXIT_OK
 
@@ -118,8 +123,21 @@ async def _sum_up(look: LedgerLook, namespace: str, node_id: str, led: list[str]
     """Who leads now what the node had led."""
     if not led:
         return f"{node_id}: drained; it led nothing"
-    leaders = {role.role: role.node_id or "nobody yet" for role in await history.all_roles(look, namespace)}
-    now = Counter(leaders.get(name, "nobody yet") for name in led)
+    now = Counter(await _leaders(look, namespace, led))
     shares = ", ".join(f"{count} by {leader}" for leader, count in sorted(now.items()))
     unclean = f" ({done.detail})" if done.detail else ""
     return f"{node_id}: drained{unclean}; {len(led)} role{'s' * (len(led) != 1)}, led now: {shares}"
+
+
+async def _leaders(look: LedgerLook, namespace: str, names: list[str]) -> list[str]:
+    """Who leads each of these, as soon as all are led again; who does so far, when that takes too long."""
+    leaders: list[str] = []
+
+    async def all_led() -> bool | None:
+        views = {role.role: role for role in await history.all_roles(look, namespace)}
+        leaders[:] = [views[name].node_id or NOBODY_YET for name in names]
+        nobody_would = all(views[name].candidates == 0 for name in names)
+        return True if NOBODY_YET not in leaders or nobody_would else None
+
+    await until(look, SUCCESSORS_S, all_led)
+    return leaders
