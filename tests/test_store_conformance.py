@@ -580,6 +580,13 @@ async def test_a_list_has_those_that_start_with_the_prefix(store: Store, prefix:
     assert page.next_cursor is None
 
 
+@pytest.mark.parametrize(("cursor", "names"), [("a", ["b", "b1", "b2"]), ("b1", ["b2"]), ("b2", []), ("c", [])])
+async def test_a_list_is_bounded_by_prefix_and_cursor(store: Store, cursor: str, names: list[str]) -> None:
+    await store.apply([Acquire(name, "alice", 30_000) for name in ("a", "a1", "b", "b1", "b2", "c", "c1")])
+    page = await store.list_locks("b", cursor, 100)
+    assert [lock.lock_name for lock in page.locks] == names
+
+
 async def test_a_list_shows_each_lock_as_it_is(place: Place) -> None:
     await acquired(place.store, "expired", ttl_ms=10_000)
     await place.pass_ms(15_000)

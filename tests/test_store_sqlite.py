@@ -337,6 +337,61 @@ async def test_a_lock_that_is_long_free_is_pruned_and_its_token_and_version_stay
         assert [lock.lock_name for lock in (await store.list_locks("", None, 10)).locks] == ["held", "job"]
 
 
+@pytest.mark.parametrize(("prefix", "names"), [("", "abcdefgh"), ("c", "c"), ("x", "")])
+async def test_pages_of_locks_and_of_mere_tokens_have_every_name_once(
+    opened: OpenStore, clock: FakeClock, prefix: str, names: str
+) -> None:
+    async with opened(free_kept_s=3600.0) as store:
+        for name in "adeg":
+            await store.apply([release_of(await acquired(store, name))])
+        clock.advance(3600)
+        await store.sweep()
+        for name in "bcfh":
+            await acquired(store, name)
+        await acquired(store, "d")  # has a row again, and its token is still filed
+        found, cursor = "", None
+        while True:
+            page = await store.list_locks(prefix, cursor, 2)
+            found += "".join(lock.lock_name for lock in page.locks)
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        assert found == names
+
+
+async def test_a_page_costs_the_same_however_many_locks_are_not_on_it(
+    opened: OpenStore, clock: FakeClock, path: Path
+) -> None:
+    async def take(count: int) -> None:
+        await store.apply([Acquire(f"{first}{n:03}", "alice", 60_000) for first in "az" for n in range(count)])
+
+    async def steps(prefix: str, cursor: str | None) -> int:
+        taken = 0
+
+        def step() -> bool:
+            nonlocal taken
+            taken += 1
+            return False
+
+        store._reader.set_progress_handler(step, 1)
+        await store.list_locks(prefix, cursor, 3)
+        store._reader.set_progress_handler(None)
+        return taken
+
+    async with opened(free_kept_s=0.0) as store:
+        await take(200)
+        clock.advance(60)
+        await store.sweep()
+        await store.sweep()
+        assert read(path, "SELECT count(*) FROM tokens") == 400
+        await take(20)
+        asked = [("", None), ("m", None), ("z", None), ("z", "z009"), ("z", "a009"), ("a", "a199"), ("a", "z009")]
+        await store.list_locks("", None, 3)  # the first look reads the schema, too
+        before = [await steps(*page) for page in asked]
+        await take(200)
+        assert [await steps(*page) for page in asked] == before
+
+
 async def test_a_lock_that_is_pruned_again_and_again_resets_neither_token_nor_version(
     opened: OpenStore, path: Path, clock: FakeClock
 ) -> None:

@@ -138,13 +138,13 @@ WHERE lock_name = ?1 AND owner_id IS NOT NULL
 DELETE FROM locks WHERE lock_name = ?1 AND owner_id IS NULL AND CASE run WHEN ?2 THEN deadline_ns ELSE ?3 END <= ?4
 
 -- name: sqlite_list
--- Names after ?1 and below ?2 (NULL: no end), at most ?3: those that have a row, and those of which the token is left.
+-- Names from ?1 to below ?2, at most ?3: those that have a row, and those of which the token is left.
 SELECT lock_name, owner_id, lease_id, fencing_token, ttl_ms, run, deadline_ns, lease_expiry_ns, version
-FROM locks WHERE lock_name > ?1 AND lock_name >= ?4 AND (?2 IS NULL OR lock_name < ?2)
+FROM locks WHERE lock_name >= ?1 AND lock_name < ?2
 ORDER BY lock_name LIMIT ?3
 
 -- name: sqlite_list_tokens
 SELECT lock_name, last_token, version
-FROM tokens WHERE lock_name > ?1 AND lock_name >= ?4 AND (?2 IS NULL OR lock_name < ?2)
+FROM tokens WHERE lock_name >= ?1 AND lock_name < ?2
   AND NOT EXISTS (SELECT 1 FROM locks WHERE locks.lock_name = tokens.lock_name)
 ORDER BY lock_name LIMIT ?3

@@ -266,11 +266,13 @@ class SqliteStore:
         return await self._read(lambda: self._list(prefix, cursor, limit))
 
     def _list(self, prefix: str, cursor: str | None, limit: int) -> Page:
-        after = cursor or ""
-        bounds = (after, _end_of(prefix), limit + 1, prefix)
+        begin = prefix if cursor is None else max(prefix, cursor + "\0")  # the first name after the cursor
+        end = _end_of(prefix)
         with self._reader:
-            rows: list[Any] = self._reader.execute(sql("list"), bounds).fetchall()
-            tokens: list[Any] = self._reader.execute(sql("list_tokens"), bounds).fetchall()
+            rows: list[Any] = self._reader.execute(sql("list"), (begin, end, limit + 1)).fetchall()
+            if len(rows) > limit:
+                end = rows[-1][0]  # or all tokens behind the page would be looked at for one without a row
+            tokens: list[Any] = self._reader.execute(sql("list_tokens"), (begin, end, limit + 1)).fetchall()
         now_ns = self._now_ns()
         found = [view(self._run, row[0], (*row[1:], None), None, now_ns) for row in rows]
         found += [view(self._run, row[0], None, (row[1], row[2]), now_ns) for row in tokens]
@@ -361,12 +363,12 @@ class SqliteStore:
         return int(self._clock.now() * S)
 
 
-def _end_of(prefix: str) -> str | None:
-    """The first name after all those that start with `prefix`; None when there is none."""
+def _end_of(prefix: str) -> str | bytes:
+    """What follows all names that start with `prefix`: a name or, since bytes follow every text in SQLite, bytes."""
     for at in range(len(prefix) - 1, -1, -1):
         following = ord(prefix[at]) + 1
         if following == 0xD800:  # what lies between cannot be written in a file
             following = 0xE000
         if following <= 0x10FFFF:
             return prefix[:at] + chr(following)
-    return None
+    return b""
