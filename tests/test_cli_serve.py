@@ -5,7 +5,6 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from conftest import StartServer
 from pgleaderlock._http.tokens import Tokens
 from pgleaderlock.cli.serve import serve
 from pgleaderlock.errors import ConfigurationError
-from support.lockserver import TOKEN_FILE, acquire, lock_server, postgres_url
+from support.lockserver import TOKEN_FILE, acquire, certificate, lock_server, postgres_url
 from support.program import command, running
 
 SECRET = "s3cret-Pa55"
@@ -76,10 +75,7 @@ def test_a_port_in_use_is_said_and_not_shared(tmp_path: Path) -> None:
 
 
 def test_it_serves_https(tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    subprocess.run([*made, "-keyout", str(key), "-out", str(cert), *subject], check=True, capture_output=True)
+    cert, key = certificate(tmp_path, "served")
     with lock_server(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key)) as server:
         assert server.url.startswith("https://")
         context = ssl.create_default_context(cafile=str(cert))
@@ -253,7 +249,7 @@ def test_a_mistake_in_the_token_file_is_named_and_no_token_is_repeated(tmp_path:
     path.write_text(text)
     path.chmod(0o600)
     with pytest.raises(ConfigurationError, match=re.escape(said)) as caught:
-        Tokens.load(path)
+        Tokens(path)
     assert "long-enough" not in str(caught.value)
     assert "with a blank" not in str(caught.value)
 

@@ -1,6 +1,7 @@
 """Who may look: each path without a token, with a wrong one, by a session, and by a session that has ended."""
 
 import re
+import signal
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -10,7 +11,7 @@ from urllib.parse import urlencode
 import pytest
 
 from pgleaderlock._http.answers import Refusal
-from pgleaderlock._http.tokens import ANYONE, Caller
+from pgleaderlock._http.tokens import Tokens
 from pgleaderlock.dashboard import sessions
 from pgleaderlock.dashboard.app import _cookie
 from pgleaderlock.dashboard.sessions import Session, Sessions, check_same_origin, cookie_name
@@ -275,14 +276,27 @@ def test_an_origin_is_ours_by_host_and_port(origin: bytes, host: bytes, same: bo
             check_same_origin(headers)
 
 
-def test_sessions_end_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def tokens_of(folder: Path, *names: str) -> Tokens:
+    """A token file in which everybody's token is the name, sixteen times."""
+    path = folder / "names.toml"
+    path.write_text("".join(f'[[token]]\nname = "{name}"\ntoken = "{name * 16}"\n' for name in names))
+    path.chmod(0o600)
+    return Tokens(path)
+
+
+def header_of(name: str) -> bytes:
+    return f"Bearer {name * 16}".encode()
+
+
+def test_sessions_end_and_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "SESSIONS_MAX", 3)
+    tokens = tokens_of(tmp_path, *"01234")
     found = Sessions()
 
     def session(secret: str) -> Session | None:
         return found.find({b"cookie": f"a=b; {sessions.COOKIE}={secret}".encode()})
 
-    secrets = [found.open(Caller(str(number)), b"Bearer x") for number in range(5)]
+    secrets = [found.open(header_of(name), tokens) for name in "01234"]
     assert [session(secret) is not None for secret in secrets] == [False, False, True, True, True]
     last = session(secrets[-1])
     assert last is not None
@@ -291,16 +305,19 @@ def test_sessions_end_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (session(secrets[-1]), last.over) == (None, True)
     monkeypatch.setattr(time, "monotonic", lambda: 1e12)
     assert [session(secret) for secret in secrets] == [None] * 5
-    assert session(found.open(ANYONE, b"")) is not None
+    assert session(found.open(header_of("0"), tokens)) is not None
     assert len(found._sessions) == 1, "those that have ended are gone"
 
 
-def test_whoever_signs_in_again_and_again_signs_nobody_else_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_signs_in_again_and_again_signs_nobody_else_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sessions, "SESSIONS_MAX", 8)
     monkeypatch.setattr(sessions, "SESSIONS_EACH_MAX", 3)
+    tokens = tokens_of(tmp_path, "other", "busy")
     found = Sessions()
-    other = found.open(Caller("other"), b"Bearer x")
-    own = [found.open(Caller("busy", "team/"), b"Bearer y") for _ in range(20)]
+    other = found.open(header_of("other"), tokens)
+    own = [found.open(header_of("busy"), tokens) for _ in range(20)]
     lasts = [found.find({b"cookie": f"{sessions.COOKIE}={secret}".encode()}) is not None for secret in (other, *own)]
     assert lasts == [True, *[False] * 17, True, True, True]
 
@@ -321,6 +338,26 @@ def test_a_stream_ends_with_the_session_that_it_was_opened_with(book: Book, tmp_
         with opened(server, Cookie=cookie) as stream:
             stream.until("leaders")
             bare(server, "POST", "/sign-out", Cookie=cookie)
+            with pytest.raises(AssertionError, match="has ended"):
+                stream.until("never")
+
+
+@pytest.mark.parametrize("change", ["another token", "another prefix"])
+def test_a_session_ends_with_its_token_and_its_stream_too(book: Book, tmp_path: Path, change: str) -> None:
+    quick = "from pgleaderlock.dashboard import _streaming; _streaming.PING_S = 0.05"
+    tokens = token_file(tmp_path)
+    with dashboard(book.reader, tokens=tokens, code=quick) as server:
+        cookie, other = (cookie_of(sign_in(server, token)) for token in (PLAIN_TOKEN, ADMIN_TOKEN))
+        with opened(server, Cookie=cookie) as stream:
+            stream.until("leaders")
+            assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 200
+            with_prefix = f'{PLAIN_TOKEN}"\nprefix = "x/'
+            new = "another-token-than-before" if change == "another token" else with_prefix
+            tokens.write_text(tokens.read_text().replace(PLAIN_TOKEN, new))
+            server.program.signal(signal.SIGHUP)
+            server.program.until("reloaded")
+            assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 401
+            assert bare(server, "GET", "/v1/leaders", Cookie=other).status == 200
             with pytest.raises(AssertionError, match="has ended"):
                 stream.until("never")
 

@@ -13,6 +13,7 @@ import json
 import re
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ __all__ = [
     "LockServerProcess",
     "Reply",
     "acquire",
+    "certificate",
     "connected",
     "everything",
     "lease_of",
@@ -194,3 +196,12 @@ def postgres_url(dsn: str) -> str:
     """A `--store` on this database, from a DSN of key words."""
     parts = {key: quote(str(value), safe="") for key, value in conninfo_to_dict(dsn).items()}
     return f"postgresql://{parts['user']}:{parts['password']}@{parts['host']}:{parts['port']}/{parts['dbname']}"
+
+
+def certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """One for this machine, made anew, and its key."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*made, "-keyout", str(key), "-out", str(cert), *subject], check=True, capture_output=True)
+    return cert, key

@@ -67,7 +67,7 @@ def check_exposure(host: str, token_file: Path | None, tls: Tls | None) -> None:
             "see docs/server.md for its form, or leave --host away to serve this machine only"
         )
     if tls is not None:
-        _check_tls(tls)
+        _usable_context(tls)
 
 
 def address_of(listening: socket.socket, *, has_tokens: bool, tls: Tls | None) -> str:
@@ -120,6 +120,7 @@ class HttpServer:
     ) -> None:
         self._limits = limits or ServingLimits()
         self._listening = listening
+        self._tls = tls
         self._context = None if tls is None else _context(tls)
         self._connections = Connections(
             app,
@@ -130,6 +131,11 @@ class HttpServer:
         )
         self._handshakes: set[asyncio.Task[None]] = set()
         self._log = get_logger("pgleaderlock.server")
+
+    def reload(self) -> None:
+        """Reads the certificate anew, for connections to come. Raises `ConfigurationError`, and then the old stays."""
+        if self._tls is not None:
+            self._context = _usable_context(self._tls)
 
     def start(self) -> None:
         self._tasks = [asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._sweep())]
@@ -213,9 +219,9 @@ def _context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def _check_tls(tls: Tls) -> None:
+def _usable_context(tls: Tls) -> ssl.SSLContext:
     """Raises `ConfigurationError` unless certificate and key can be read and belong together."""
     try:
-        _context(tls)
+        return _context(tls)
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"--tls-cert {tls.cert} and --tls-key {tls.key} cannot be used: {error}") from error

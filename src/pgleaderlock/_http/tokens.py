@@ -17,7 +17,6 @@ import re
 import secrets
 import stat
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,29 +55,18 @@ ANYONE = Caller("anyone")
 
 
 class Tokens:
-    """The tokens of one file."""
+    """The tokens of one file. Raises `ConfigurationError` with the remedy."""
 
-    def __init__(self, callers: Mapping[str, Caller]) -> None:
+    def __init__(self, path: Path) -> None:
         # Found by a keyed hash whose key nobody else knows: how long the search takes says nothing about any token.
         self._key = secrets.token_bytes(32)
-        self._callers = {self._hash(token.encode()): caller for token, caller in callers.items()}
+        self._path = path
+        self.reload()
 
-    @classmethod
-    def load(cls, path: Path) -> "Tokens":
-        """Raises `ConfigurationError` with the remedy."""
-        try:
-            mode = path.stat().st_mode
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"the token file {path} cannot be read: {error}") from error
-        if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
-            get_logger("pgleaderlock.http").warning(
-                "token_file_readable_by_others",
-                path=str(path),
-                mode=oct(stat.S_IMODE(mode)),
-                remedy=f"chmod 600 {path}",
-            )
-        return cls(_parsed(text, path))
+    def reload(self) -> None:
+        """Reads the file anew. Raises as at first, and then the tokens stay as they were."""
+        callers = _parsed(_read(self._path), self._path)
+        self._callers = {self._hash(token.encode()): caller for token, caller in callers.items()}
 
     def caller(self, authorization: bytes | None) -> Caller:
         """Whose token it is. Raises `Refusal` 401."""
@@ -86,14 +74,33 @@ class Tokens:
             raise Refusal(401, "a bearer token is needed: send the header Authorization: Bearer TOKEN", _CHALLENGE)
         if authorization[:7].lower() != _BEARER:
             raise Refusal(401, "the Authorization header is not of the form: Bearer TOKEN", _CHALLENGE)
-        digest = self._hash(authorization[7:].strip())
-        caller = self._callers.get(digest)
+        caller = self.known(authorization)
         if caller is None:
             raise Refusal(401, "this token is unknown here", _CHALLENGE)
         return caller
 
+    def known(self, authorization: bytes) -> Caller | None:
+        """Whose token is in this header, which begins as it should; None if it is nobody's any more."""
+        return self._callers.get(self._hash(authorization[7:].strip()))
+
     def _hash(self, token: bytes) -> bytes:
         return hmac.digest(self._key, hashlib.sha256(token).digest(), "sha256")
+
+
+def _read(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the token file {path} cannot be read: {error}") from error
+    if stat.S_ISREG(mode) and mode & (stat.S_IRWXG | stat.S_IRWXO):
+        get_logger("pgleaderlock.http").warning(
+            "token_file_readable_by_others",
+            path=str(path),
+            mode=oct(stat.S_IMODE(mode)),
+            remedy=f"chmod 600 {path}",
+        )
+    return text
 
 
 def _parsed(text: str, path: Path) -> dict[str, Caller]:

@@ -1,4 +1,5 @@
-"""Ending on request: the first SIGINT or SIGTERM asks for a clean end, the second one is obeyed at once.
+"""Ending on request: the first SIGINT or SIGTERM asks for a clean end, the second one is obeyed at once. And reading
+files again on request, for servers.
 
 Plain handlers instead of the event loop's own: they also work before the loop runs, after it, and while it waits for
 something that does not end, such as a frozen server. A handler only sets a flag, wakes the loop, or leaves.
@@ -14,9 +15,10 @@ from typing import Any, Self
 
 from pgleaderlock.cli._output import exit_code_for_signal
 
-__all__ = ["Stopper"]
+__all__ = ["Reloader", "Stopper"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_Waiting = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 
 
 class Stopper:
@@ -26,7 +28,7 @@ class Stopper:
         self.signum: int | None = None
         """The signal that asked, or None."""
         self._previous: dict[int, Any] = {}
-        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._waiting: _Waiting | None = None
 
     def __enter__(self) -> Self:
         self._previous = {signum: signal.signal(signum, self._on_signal) for signum in SIGNALS}
@@ -51,7 +53,51 @@ class Stopper:
             # No clean-up of any kind: whatever hangs must not hold this up. The server frees the lock by itself.
             os._exit(exit_code_for_signal(signum))
         self.signum = signum
-        if self._waiting is not None:
-            loop, event = self._waiting
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
+        _wake(self._waiting)
+
+
+class Reloader(Stopper):
+    """A `Stopper` that also catches SIGHUP: it asks for files to be read again, unless it says that this program's
+    terminal is gone. Then it asks for the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._again = False
+        self._waiting_again: _Waiting | None = None
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._previous[signal.SIGHUP] = before = signal.signal(signal.SIGHUP, self._on_hangup)
+        self._ends_with_terminal = before is not signal.SIG_IGN and _has_terminal()  # nohup ignores it
+        return self
+
+    async def asked_again(self) -> None:
+        """Returns once it was asked to read files again, since the last return."""
+        event = asyncio.Event()
+        self._waiting_again = (asyncio.get_running_loop(), event)
+        if not self._again:
+            await event.wait()
+        self._again = False
+
+    def _on_hangup(self, signum: int, frame: FrameType | None) -> None:
+        if self._ends_with_terminal and not _has_terminal():
+            self._on_signal(signum, frame)
+            return
+        self._again = True
+        _wake(self._waiting_again)
+
+
+def _wake(waiting: _Waiting | None) -> None:
+    if waiting is not None:
+        loop, event = waiting
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(event.set)
+
+
+def _has_terminal() -> bool:
+    """Whether somebody's terminal controls this program."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from pgleaderlock.cli._logging import LEVELS, configure
 from pgleaderlock.cli._operations import channel_option, namespace_option
 from pgleaderlock.cli._output import EXIT_OK, dsn_option
 from pgleaderlock.cli._reach import explained, hopeless
-from pgleaderlock.cli._signals import Stopper
+from pgleaderlock.cli._signals import Reloader
 from pgleaderlock.cli.serve import allow_descriptors, check_extra, run_until_signal, tls_of
 from pgleaderlock.errors import ConnectionError
 
@@ -69,10 +69,10 @@ def dashboard(dsn: str, namespace: str, channel: str, log_format: str, log_level
     )
     allow_descriptors(settings.serving.connections_max)
     note = "with tokens" if settings.token_file is not None else "without tokens, for this machine only"
-    with Stopper() as stopper:
+    with Reloader() as signals:
         try:
             server = DashboardServer(settings, hopeless)
-            run_until_signal(server, stopper, f"(namespace {namespace}, {note})", "pgleaderlock.dashboard")
+            run_until_signal(server, signals, f"(namespace {namespace}, {note})", "pgleaderlock.dashboard")
         except ConnectionError as error:
             raise explained(error) from error
     return EXIT_OK

@@ -18,11 +18,11 @@ import click
 
 from pgleaderlock._election_settings import check_channel
 from pgleaderlock._election_setup import DEFAULT_CHANNEL
-from pgleaderlock._logging import get_logger
+from pgleaderlock._logging import StructuredLogger, get_logger
 from pgleaderlock.cli._logging import LEVELS, configure
 from pgleaderlock.cli._output import EXIT_OK, DurationType, without_passwords
 from pgleaderlock.cli._serve_config import read_config
-from pgleaderlock.cli._signals import Stopper
+from pgleaderlock.cli._signals import Reloader
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.keys import DEFAULT_NAMESPACE
 
@@ -49,6 +49,8 @@ class Server(Protocol):
     url: str
 
     async def start(self) -> None: ...
+
+    def reload(self) -> None: ...
 
     async def ended(self) -> None: ...
 
@@ -108,14 +110,14 @@ def serve(store: str, max_locks: int, log_format: str, log_level: str, **options
     settings = _settings(options)
     allow_descriptors(settings.serving.connections_max)
     store = store.strip()
-    with Stopper() as stopper:
+    with Reloader() as signals:
         server = LockServer(
             store_from_url(store, locks_max=max_locks, waiters_max=settings.service.waiters_max),
             settings,
             Mounted(_ledger(store, options)),
         )
         note = "with tokens" if settings.token_file is not None else "without tokens, for this machine only"
-        run_until_signal(server, stopper, f"(store {without_passwords(store)}, {note})")
+        run_until_signal(server, signals, f"(store {without_passwords(store)}, {note})")
     return EXIT_OK
 
 
@@ -134,19 +136,18 @@ def _ledger(store: str, options: dict[str, Any]) -> "LedgerSettings | None":
     return LedgerSettings(found, options["namespace"], channel, required=dsn is not None)
 
 
-def run_until_signal(server: Server, stopper: Stopper, said: str, log_name: str = "pgleaderlock.server") -> None:
-    """Starts a server, says where it listens, and stops it when a signal asks for it."""
+def run_until_signal(server: Server, signals: Reloader, said: str, log_name: str = "pgleaderlock.server") -> None:
+    """Starts a server, says where it listens, and reloads or stops it when a signal asks for it."""
     import uvloop  # noqa: PLC0415 - belongs to the extra.
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(server, stopper, said, log_name))
+        runner.run(_serve(server, signals, said, get_logger(log_name)))
 
 
-async def _serve(server: Server, stopper: Stopper, said: str, log_name: str) -> None:
+async def _serve(server: Server, signals: Reloader, said: str, log: StructuredLogger) -> None:
     from pgleaderlock.server.run import ServerError  # noqa: PLC0415 - as above.
 
-    log = get_logger(log_name)
-    asked = asyncio.ensure_future(stopper.asked())
+    asked = asyncio.ensure_future(signals.asked())
     starting = asyncio.ensure_future(server.start())
     await asyncio.wait([asked, starting], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():  # a database that does not answer must not keep a signal waiting
@@ -162,15 +163,27 @@ async def _serve(server: Server, stopper: Stopper, said: str, log_name: str) -> 
     click.echo(f"listening on {server.url} {said}")
     log.info("server_started", url=server.url)
     ended = asyncio.ensure_future(server.ended())
+    reloads = asyncio.ensure_future(_reload_when_asked(server, signals, log))
     await asyncio.wait([asked, ended], return_when=asyncio.FIRST_COMPLETED)
-    if stopper.signum is not None:
-        log.info("stopping", signal=signal.Signals(stopper.signum).name)
-    for task in (asked, ended):
+    if signals.signum is not None:
+        log.info("stopping", signal=signal.Signals(signals.signum).name)
+    for task in (asked, ended, reloads):
         task.cancel()
     await server.stop()
     log.info("server_stopped")
-    if stopper.signum is None:
+    if signals.signum is None:
         raise ServerError("the server has ended by itself: the log above says why")
+
+
+async def _reload_when_asked(server: Server, signals: Reloader, log: StructuredLogger) -> None:
+    while True:
+        await signals.asked_again()
+        try:
+            server.reload()
+        except ConfigurationError as error:
+            log.warning("reload_failed", error=str(error), remedy="all is as before: mend it and send SIGHUP again")
+        else:
+            log.info("reloaded")
 
 
 def check_extra(what: str, *needed: str) -> None:

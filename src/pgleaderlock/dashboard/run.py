@@ -118,7 +118,7 @@ class DashboardServer:
         self._settings = settings
         self._hopeless = hopeless
         self._log = get_logger("pgleaderlock.dashboard")
-        self._tokens = Tokens.load(settings.token_file) if settings.token_file is not None else None
+        self._tokens = Tokens(settings.token_file) if settings.token_file is not None else None
         self._ready: tuple[float, Refusal | None] = (float("-inf"), None)
         self._checking = asyncio.Lock()
         self.url = ""
@@ -158,6 +158,13 @@ class DashboardServer:
             if self._hopeless(error):
                 raise
             self._log.warning("ledger_away", error=str(error))
+
+    def reload(self) -> None:
+        """Reads tokens and certificate anew. Raises `ConfigurationError`, and then both stay as they were."""
+        self._settings.check()
+        if self._tokens is not None:
+            self._tokens.reload()
+        self._http.reload()
 
     async def ended(self) -> None:
         """Returns if serving ends by itself."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pgleaderlock._http.answers import Refusal
-from pgleaderlock._http.tokens import Caller
+from pgleaderlock._http.tokens import Caller, Tokens
 
 __all__ = ["Session", "Sessions", "check_same_origin", "cookie_name", "secure_origin"]
 
@@ -33,16 +33,17 @@ _PORT = re.compile(rb":([0-9]{1,5})\Z")
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """Lasts until `ends_at`, on the monotonic clock."""
+    """Lasts until `ends_at`, on the monotonic clock, and no longer than its token is that caller's."""
 
     caller: Caller
     authorization: bytes
     """The header that would have said the same: the lock API knows nothing of sessions."""
     ends_at: float
+    tokens: Tokens
 
     @property
     def over(self) -> bool:
-        return time.monotonic() >= self.ends_at
+        return time.monotonic() >= self.ends_at or self.tokens.known(self.authorization) != self.caller
 
 
 class Sessions:
@@ -53,8 +54,9 @@ class Sessions:
         self._key = secrets.token_bytes(32)
         self._sessions: dict[bytes, Session] = {}
 
-    def open(self, caller: Caller, authorization: bytes) -> str:
-        """A new session; what it gives is for the cookie."""
+    def open(self, authorization: bytes, tokens: Tokens) -> str:
+        """A new session; what it gives is for the cookie. Raises `Refusal` 401."""
+        caller = tokens.caller(authorization)
         for old in [key for key, session in self._sessions.items() if session.over]:
             del self._sessions[old]
         own = [key for key, session in self._sessions.items() if session.caller == caller]
@@ -63,7 +65,7 @@ class Sessions:
         while len(self._sessions) >= SESSIONS_MAX:
             self._sessions.pop(next(iter(self._sessions))).ends_at = float("-inf")
         secret = secrets.token_urlsafe(32)
-        self._sessions[self._hash(secret)] = Session(caller, authorization, time.monotonic() + LASTS_S)
+        self._sessions[self._hash(secret)] = Session(caller, authorization, time.monotonic() + LASTS_S, tokens)
         return secret
 
     def find(self, headers: Mapping[bytes, bytes]) -> Session | None:

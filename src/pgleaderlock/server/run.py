@@ -116,7 +116,7 @@ class LockServer:
         self._store = store
         self._settings = settings
         self._mount = mount
-        self._tokens = Tokens.load(settings.token_file) if settings.token_file is not None else None
+        self._tokens = Tokens(settings.token_file) if settings.token_file is not None else None
         self._log = get_logger("pgleaderlock.server")
         self._background: list[asyncio.Task[None]] = []
         self.url = ""
@@ -163,6 +163,13 @@ class LockServer:
         self._http = HttpServer(self._apps[-1], listening, settings.serving, settings.tls, locks.at_once)
         self._http.start()
         self._background = [asyncio.ensure_future(service.monitor()), asyncio.ensure_future(waits.run())]
+
+    def reload(self) -> None:
+        """Reads tokens and certificate anew. Raises `ConfigurationError`, and then both stay as they were."""
+        self._settings.check()
+        if self._tokens is not None:
+            self._tokens.reload()
+        self._http.reload()
 
     async def ended(self) -> None:
         """Returns if serving ends by itself, or one of the tasks behind it."""

@@ -1,0 +1,187 @@
+"""SIGHUP: tokens and certificate are read again, nothing is lost; and what a terminal that is gone means."""
+
+import os
+import pty
+import signal
+import socket
+import ssl
+from pathlib import Path
+
+import pytest
+
+from support.lockserver import (
+    PLAIN_TOKEN,
+    TOKEN_FILE,
+    LockServerProcess,
+    acquire,
+    certificate,
+    lease_of,
+    lock_server,
+    renews,
+)
+
+NEW_TOKEN = "brand-new-token-for-tests-0004"
+
+
+def reload(server: LockServerProcess, times: int = 1) -> None:
+    server.program.signal(signal.SIGHUP)
+    server.program.until("reloaded", times=times)
+
+
+def refused(server: LockServerProcess, said: str) -> None:
+    server.program.signal(signal.SIGHUP)
+    server.program.until("reload_failed")
+    server.program.until(said)
+
+
+def status(server: LockServerProcess, token: str) -> int:
+    return server.ask("GET", "/v1/locks/job", token=token).status
+
+
+def over_tls(server: LockServerProcess, cert: Path) -> ssl.SSLSocket:
+    context = ssl.create_default_context(cafile=str(cert))
+    return context.wrap_socket(
+        socket.create_connection((server.host, server.port), timeout=30), server_hostname="127.0.0.1"
+    )
+
+
+def is_healthy(connection: ssl.SSLSocket) -> bool:
+    connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+    return connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+# --- Tokens
+
+
+def test_a_new_token_is_known_and_an_old_one_forgotten_and_leases_stay(tmp_path: Path) -> None:
+    with lock_server(tmp_path, tokens=True) as server:
+        lease = lease_of(acquire(server, "job"))
+        (tmp_path / "tokens.toml").write_text(TOKEN_FILE.replace(PLAIN_TOKEN, NEW_TOKEN))
+        assert (status(server, PLAIN_TOKEN), status(server, NEW_TOKEN)) == (200, 401), "nobody has asked for it yet"
+        reload(server)
+        assert (status(server, PLAIN_TOKEN), status(server, NEW_TOKEN)) == (401, 200)
+        server.token = NEW_TOKEN
+        assert renews(server, "job", lease)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[[token]", "is not TOML"), ("", "needs one [[token]] section"), (None, "cannot be read")],
+)
+def test_a_token_file_with_a_mistake_changes_nothing_until_it_is_mended(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
+    path = tmp_path / "tokens.toml"
+    with lock_server(tmp_path, tokens=True) as server:
+        if text is None:
+            path.unlink()
+        else:
+            path.write_text(text)
+        refused(server, said)
+        assert status(server, PLAIN_TOKEN) == 200
+        path.write_text(TOKEN_FILE.replace(PLAIN_TOKEN, NEW_TOKEN))
+        reload(server)
+        assert (status(server, PLAIN_TOKEN), status(server, NEW_TOKEN)) == (401, 200)
+        assert server.stop() == 0
+
+
+def test_a_signal_during_the_start_is_obeyed_after_it(tmp_path: Path) -> None:
+    early = (
+        "import os, signal\n"
+        "from pgleaderlock.server.run import LockServer\n"
+        "start = LockServer.start\n"
+        "async def signalled(self):\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    await start(self)\n"
+        "LockServer.start = signalled\n"
+    )
+    with lock_server(tmp_path, code=early) as server:
+        server.program.until("reloaded")
+        assert server.ask("GET", "/healthz").status == 200
+        assert server.program.err.index("server_started") < server.program.err.index("reloaded")
+
+
+# --- The certificate
+
+
+def test_a_new_certificate_is_shown_to_whoever_connects_next(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "served")
+    new_cert, new_key = certificate(tmp_path, "new")
+    with lock_server(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key)) as server:
+        old_cert = cert.rename(tmp_path / "old.pem")
+        with over_tls(server, old_cert) as before:
+            new_cert.rename(cert)
+            new_key.rename(key)
+            reload(server)
+            with over_tls(server, cert) as after:
+                assert is_healthy(after)
+            with pytest.raises(ssl.SSLCertVerificationError):
+                over_tls(server, old_cert)
+            assert is_healthy(before), "who is connected stays so"
+
+
+def test_a_certificate_that_does_not_fit_its_key_changes_nothing_the_tokens_neither(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "served")
+    other_cert, _ = certificate(tmp_path, "other")
+    with lock_server(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key), tokens=True) as server:
+        right_cert = cert.rename(tmp_path / "right.pem")
+        other_cert.rename(cert)
+        (tmp_path / "tokens.toml").write_text(TOKEN_FILE.replace(PLAIN_TOKEN, NEW_TOKEN))
+        refused(server, "cannot be used")
+        with over_tls(server, right_cert) as connection:
+            connection.sendall(
+                b"GET /v1/locks/job HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %b\r\n\r\n"
+                % PLAIN_TOKEN.encode()
+            )
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
+# --- The terminal
+
+
+@pytest.fixture
+def terminal() -> tuple[int, str]:
+    """A real one: the descriptor at its far end, and its name."""
+    master, slave = pty.openpty()
+    name = os.ttyname(slave)
+    os.close(slave)
+    return master, name
+
+
+def within(name: str) -> str:
+    """Makes it the terminal of a program: a session's first process gets the first one that it opens."""
+    return f"import os, signal\nos.setsid()\nos.open({name!r}, os.O_RDWR)\n"
+
+
+def test_the_end_of_its_terminal_ends_a_server(tmp_path: Path, terminal: tuple[int, str]) -> None:
+    master, name = terminal
+    with lock_server(tmp_path, code=within(name)) as server:
+        reload(server)  # as long as the terminal is there, the signal means what it says
+        os.close(master)
+        assert server.program.end() == 0
+        assert "stopping signal=SIGHUP" in server.program.err
+
+
+def test_a_server_under_nohup_outlives_its_terminal(tmp_path: Path, terminal: tuple[int, str]) -> None:
+    master, name = terminal
+    ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    with lock_server(tmp_path, tokens=True, code=within(name) + ignored) as server:
+        os.close(master)
+        server.program.until("reloaded")
+        assert acquire(server, "job").status == 200
+
+
+def test_a_second_signal_after_the_end_of_the_terminal_ends_at_once(tmp_path: Path, terminal: tuple[int, str]) -> None:
+    master, name = terminal
+    stuck = (
+        "from pgleaderlock.server.run import LockServer\n"
+        "async def stop(self):\n"
+        "    import asyncio\n"
+        "    await asyncio.Event().wait()\n"
+        "LockServer.stop = stop\n"
+    )
+    with lock_server(tmp_path, code=within(name) + stuck) as server:
+        os.close(master)
+        server.program.until("stopping signal=SIGHUP")
+        server.program.signal(signal.SIGTERM)
+        assert server.program.end() == 128 + signal.SIGTERM
