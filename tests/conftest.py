@@ -16,9 +16,11 @@ from proxy import Proxy
 from servers import throwaway, wait_until_nothing_left
 from support.pgbouncer import PoolMode, pooler
 
-# What runs in the background of a script ignores Ctrl-C, and so would every program that a test starts and interrupts.
+# What runs in the background of a script ignores Ctrl-C, what runs under nohup the end of its terminal; and so would
+# every program that a test starts and signals.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # -- no test is skipped in silence ------------------------------------------------------------------------------------
 

@@ -277,7 +277,7 @@ async def test_a_body_that_nobody_reads_does_not_fill_the_memory() -> None:
         await go.wait()
         await echo(scope, receive, send)
 
-    length = 50_000_000
+    length = 20_000_000
     async with serving(app) as connect:
         client = await connect(get("/", f"Content-Length: {length}", CLOSE, method="POST"))
         sending = asyncio.create_task(_send_all(client, length))
