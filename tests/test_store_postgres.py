@@ -559,13 +559,15 @@ async def test_of_those_who_wait_in_vain_nothing_is_kept(
     else:
         await rows(server.dsn, "ALTER TABLE pgleaderlock.lock_leases RENAME TO elsewhere")
 
-    async def in_vain(name: str) -> None:
+    names = (f"job-{number}" for number in itertools.count())
+
+    async def in_vain() -> None:
         with pytest.raises(StoreError):
-            await store.wait(Acquire(name, "alice", 30_000), 600_000)
+            await store.wait(Acquire(next(names), "alice", 30_000), 600_000)
 
     async def left_after(fifties: int) -> int:
         for _ in range(fifties):
-            await asyncio.gather(*(in_vain(f"job-{number}") for number in range(50)))
+            await asyncio.gather(*(in_vain() for _ in range(50)))
         return _waiters()
 
     # What is on its way when a connection ends may have been executed, and the store has several. When it has noticed
