@@ -22,6 +22,7 @@ from pgleaderlock import LeaderElection, history
 from pgleaderlock.cli import drain
 from pgleaderlock.cli._app import run as program_run
 from pgleaderlock.cli._operations import span
+from pgleaderlock.errors import ConnectionError
 from pgleaderlock.history import Asks, RoleView
 from pgleaderlock.migrate import _migrations, migrate
 from support.elections import STEADY, SilentLeader, fresh_database, ledger_dsns, one, opens, until
@@ -237,6 +238,33 @@ async def test_drain_waits_for_nobody_where_no_other_node_would_lead(
     async with cluster(plain, space, ["node-a"]):
         done = await run("drain", "node-a", "--dsn", plain, "--namespace", space)
     assert (done.code, done.out) == (0, "node-a: drained (clean); 2 roles, led now: 2 by nobody yet\n")
+
+
+def test_ctrl_c_after_a_drain_leaves_no_request(plain: str, space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    async def drained() -> Done:
+        async with cluster(plain, space, ["node-a"]):
+            return await run("drain", "node-a", "--dsn", plain, "--namespace", space)
+
+    monkeypatch.setattr(drain, "_sum_up", interrupted)
+    done = asyncio.run(drained())
+    assert done.code == 130
+    assert "stays" not in done.err
+
+
+async def test_drain_says_so_when_it_cannot_see_who_leads_next(
+    plain: str, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: object) -> list[str]:
+        raise ConnectionError("the connection was lost")
+
+    monkeypatch.setattr(drain, "_leaders", lost)
+    async with cluster(plain, space, ["node-a"]):
+        done = await run("drain", "node-a", "--dsn", plain, "--namespace", space)
+    assert done.code == 0
+    assert done.out == "node-a: drained (clean); 2 roles; who leads now is not known: the connection was lost\n"
 
 
 async def test_drain_ends_also_when_no_other_node_is_after_the_roles(

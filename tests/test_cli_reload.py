@@ -66,7 +66,13 @@ def test_a_new_token_is_known_and_an_old_one_forgotten_and_leases_stay(tmp_path:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("[[token]", "is not TOML"), ("", "needs one [[token]] section"), (None, "cannot be read")],
+    [
+        ("[[token]", "is not TOML"),
+        ("", "needs one [[token]] section"),
+        ("number = " + "9" * 5_000, "is not TOML"),
+        ("deep = " + "[" * 5_000, "is not TOML"),
+        (None, "is no file that can be read again"),
+    ],
 )
 def test_a_token_file_with_a_mistake_changes_nothing_until_it_is_mended(
     tmp_path: Path, text: str | None, said: str
@@ -83,6 +89,29 @@ def test_a_token_file_with_a_mistake_changes_nothing_until_it_is_mended(
         reload(server)
         assert (status(server, PLAIN_TOKEN), status(server, NEW_TOKEN)) == (401, 200)
         assert server.stop() == 0
+
+
+def test_a_pipe_is_not_read_again_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.toml"
+    with lock_server(tmp_path, tokens=True) as server:
+        path.unlink()
+        os.mkfifo(path)
+        refused(server, "is no file that can be read again")
+        assert status(server, PLAIN_TOKEN) == 200
+
+
+def test_a_defect_in_a_reload_does_not_end_the_next_one(tmp_path: Path) -> None:
+    once = (
+        "from pgleaderlock._http.tokens import Tokens\n"
+        "right = Tokens.read_again\n"
+        "def wrong(self):\n"
+        "    Tokens.read_again = right\n"
+        "    raise KeyError('ours')\n"
+        "Tokens.read_again = wrong\n"
+    )
+    with lock_server(tmp_path, tokens=True, code=once) as server:
+        refused(server, "KeyError('ours')")
+        reload(server)
 
 
 def test_a_signal_during_the_start_is_obeyed_after_it(tmp_path: Path) -> None:
@@ -150,19 +179,22 @@ def terminal() -> tuple[int, str]:
 
 def within(name: str) -> str:
     """Makes it the terminal of a program: a session's first process gets the first one that it opens."""
-    return f"import os, signal\nos.setsid()\nos.open({name!r}, os.O_RDWR)\n"
+    return f"import os, signal\nos.setsid()\nos.dup2(os.open({name!r}, os.O_RDWR), 0)\n"
 
 
-def test_the_end_of_its_terminal_ends_a_server(tmp_path: Path, terminal: tuple[int, str]) -> None:
+def test_the_end_of_its_terminal_ends_a_server_cleanly_however_often_it_is_told(
+    tmp_path: Path, terminal: tuple[int, str]
+) -> None:
     master, name = terminal
     with lock_server(tmp_path, code=within(name)) as server:
-        reload(server)  # as long as the terminal is there, the signal means what it says
         os.close(master)
+        server.program.until("stopping signal=SIGHUP")
+        for _ in range(3):
+            server.program.signal(signal.SIGHUP)
         assert server.program.end() == 0
-        assert "stopping signal=SIGHUP" in server.program.err
 
 
-def test_a_server_under_nohup_outlives_its_terminal(tmp_path: Path, terminal: tuple[int, str]) -> None:
+def test_a_server_under_nohup_outlives_its_terminal_and_reads_again(tmp_path: Path, terminal: tuple[int, str]) -> None:
     master, name = terminal
     ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     with lock_server(tmp_path, tokens=True, code=within(name) + ignored) as server:

@@ -353,13 +353,37 @@ def test_a_session_ends_with_its_token_and_its_stream_too(book: Book, tmp_path: 
             assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 200
             with_prefix = f'{PLAIN_TOKEN}"\nprefix = "x/'
             new = "another-token-than-before" if change == "another token" else with_prefix
-            tokens.write_text(tokens.read_text().replace(PLAIN_TOKEN, new))
+            before = tokens.read_text()
+            tokens.write_text(before.replace(PLAIN_TOKEN, new))
             server.program.signal(signal.SIGHUP)
             server.program.until("reloaded")
             assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 401
             assert bare(server, "GET", "/v1/leaders", Cookie=other).status == 200
             with pytest.raises(AssertionError, match="has ended"):
                 stream.until("never")
+            tokens.write_text(before)
+            server.program.signal(signal.SIGHUP)
+            server.program.until("reloaded", times=2)
+            assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 401, "it has ended for good"
+
+
+def test_a_stream_ends_with_the_token_that_it_was_opened_with(book: Book, tmp_path: Path) -> None:
+    quick = "from pgleaderlock.dashboard import _streaming; _streaming.PING_S = 0.05"
+    tokens = token_file(tmp_path)
+    with (
+        dashboard(book.reader, tokens=tokens, code=quick) as server,
+        opened(server, Authorization=f"Bearer {PLAIN_TOKEN}") as stream,
+        opened(server, Authorization=f"Bearer {ADMIN_TOKEN}") as other,
+    ):
+        stream.until("leaders")
+        other.until("leaders")
+        tokens.write_text(tokens.read_text().replace(PLAIN_TOKEN, "another-token-than-before"))
+        server.program.signal(signal.SIGHUP)
+        server.program.until("reloaded")
+        with pytest.raises(AssertionError, match="has ended"):
+            stream.until("never")
+        book.event("acquired", SECRET_ROLE, SECRET_NODE)
+        other.until("event", "events")
 
 
 def test_no_token_and_no_cookie_is_logged(book: Book, tmp_path: Path) -> None:

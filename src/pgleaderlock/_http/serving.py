@@ -2,7 +2,7 @@
 
 We accept connections ourselves, one at a time, so that those beyond the limit wait in the kernel for their turn.
 
-Imports `http1` and `connections`. Must never touch signals: who serves decides when to stop.
+Imports `http1`, `connections` and `tokens`. Must never touch signals: who serves decides when to stop.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pgleaderlock._http.connections import App, AtOnce, Connections
 from pgleaderlock._http.http1 import Connection
+from pgleaderlock._http.tokens import Callers, Tokens
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 
@@ -132,10 +133,18 @@ class HttpServer:
         self._handshakes: set[asyncio.Task[None]] = set()
         self._log = get_logger("pgleaderlock.server")
 
-    def reload(self) -> None:
-        """Reads the certificate anew, for connections to come. Raises `ConfigurationError`, and then the old stays."""
-        if self._tls is not None:
-            self._context = _usable_context(self._tls)
+    async def reload(self, tokens: Tokens | None) -> None:
+        """Reads anew who may ask and, for connections to come, the certificate. Raises `ConfigurationError`, and then
+        both stay as they were."""
+
+        def read() -> "tuple[ssl.SSLContext | None, Callers | None]":
+            context = None if self._tls is None else _usable_context(self._tls)
+            return context, None if tokens is None else tokens.read_again()
+
+        context, callers = await asyncio.to_thread(read)
+        self._context = context
+        if tokens is not None and callers is not None:
+            tokens.replace(callers)
 
     def start(self) -> None:
         self._tasks = [asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._sweep())]

@@ -24,7 +24,7 @@ from pgleaderlock._http.answers import Refusal
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError
 
-__all__ = ["ANYONE", "Caller", "Tokens"]
+__all__ = ["ANYONE", "Caller", "Callers", "Tokens"]
 
 _TOKEN_CHARS_MIN = 16
 _TOKEN_CHARS_MAX = 512
@@ -50,6 +50,7 @@ class Caller:
         return lock_name.startswith(self.prefix)
 
 
+Callers = dict[bytes, Caller]
 ANYONE = Caller("anyone")
 """Everybody, where no tokens are configured: all locks, nothing of an admin."""
 
@@ -61,12 +62,20 @@ class Tokens:
         # Found by a keyed hash whose key nobody else knows: how long the search takes says nothing about any token.
         self._key = secrets.token_bytes(32)
         self._path = path
-        self.reload()
+        self.replace(self._read())
 
-    def reload(self) -> None:
-        """Reads the file anew. Raises as at first, and then the tokens stay as they were."""
+    def read_again(self) -> Callers:
+        """What is in the file now, for `replace`. Raises as at first. May take long: for a thread of its own."""
+        if not self._path.is_file():  # who reads a pipe a second time waits for ever
+            raise ConfigurationError(f"the token file {self._path} is no file that can be read again")
+        return self._read()
+
+    def replace(self, callers: Callers) -> None:
+        self._callers = callers
+
+    def _read(self) -> Callers:
         callers = _parsed(_read(self._path), self._path)
-        self._callers = {self._hash(token.encode()): caller for token, caller in callers.items()}
+        return {self._hash(token.encode()): caller for token, caller in callers.items()}
 
     def caller(self, authorization: bytes | None) -> Caller:
         """Whose token it is. Raises `Refusal` 401."""
@@ -106,7 +115,7 @@ def _read(path: Path) -> str:
 def _parsed(text: str, path: Path) -> dict[str, Caller]:
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number or a nesting that nobody could mean, too
         # Its text holds a position and no part of the file.
         raise ConfigurationError(f"the token file {path} is not TOML: {error}") from error
     entries = document.get("token")

@@ -50,6 +50,8 @@ class Stopper:
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         if self.signum is not None:
+            if signum == signal.SIGHUP:
+                return  # the end of a terminal is told by the shell and by the system
             # No clean-up of any kind: whatever hangs must not hold this up. The server frees the lock by itself.
             os._exit(exit_code_for_signal(signum))
         self.signum = signum
@@ -57,8 +59,8 @@ class Stopper:
 
 
 class Reloader(Stopper):
-    """A `Stopper` that also catches SIGHUP: it asks for files to be read again, unless it says that this program's
-    terminal is gone. Then it asks for the end."""
+    """A `Stopper` that also catches SIGHUP: it asks for files to be read again. To a program that was started in a
+    terminal it says that this is gone, and asks for the end; unless it was to be ignored, as by nohup."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +69,9 @@ class Reloader(Stopper):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._previous[signal.SIGHUP] = before = signal.signal(signal.SIGHUP, self._on_hangup)
-        self._ends_with_terminal = before is not signal.SIG_IGN and _has_terminal()  # nohup ignores it
+        ends = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and _in_terminal()
+        handler = self._on_signal if ends else self._on_hangup
+        self._previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, handler)
         return self
 
     async def asked_again(self) -> None:
@@ -79,10 +82,7 @@ class Reloader(Stopper):
             await event.wait()
         self._again = False
 
-    def _on_hangup(self, signum: int, frame: FrameType | None) -> None:
-        if self._ends_with_terminal and not _has_terminal():
-            self._on_signal(signum, frame)
-            return
+    def _on_hangup(self, _signum: int, _frame: FrameType | None) -> None:
         self._again = True
         _wake(self._waiting_again)
 
@@ -94,10 +94,8 @@ def _wake(waiting: _Waiting | None) -> None:
             loop.call_soon_threadsafe(event.set)
 
 
-def _has_terminal() -> bool:
-    """Whether somebody's terminal controls this program."""
+def _in_terminal() -> bool:
     try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+        return os.isatty(0)
     except OSError:
         return False
-    return True

@@ -23,7 +23,7 @@ from pgleaderlock.cli._operations import (
 from pgleaderlock.cli._output import EXIT_NO, EXIT_OK, dsn_option
 from pgleaderlock.cli._timing import POSITIVE
 from pgleaderlock.cli.step_down import TIMEOUT_S, Refused, Request
-from pgleaderlock.errors import SchemaError
+from pgleaderlock.errors import ConnectionError, SchemaError
 
 __all__ = ["drain"]
 
@@ -123,10 +123,13 @@ async def _sum_up(look: LedgerLook, namespace: str, node_id: str, led: list[str]
     """Who leads now what the node had led."""
     if not led:
         return f"{node_id}: drained; it led nothing"
-    now = Counter(await _leaders(look, namespace, led))
-    shares = ", ".join(f"{count} by {leader}" for leader, count in sorted(now.items()))
     unclean = f" ({done.detail})" if done.detail else ""
-    return f"{node_id}: drained{unclean}; {len(led)} role{'s' * (len(led) != 1)}, led now: {shares}"
+    drained = f"{node_id}: drained{unclean}; {len(led)} role{'s' * (len(led) != 1)}"
+    try:
+        now = Counter(await _leaders(look, namespace, led))
+    except ConnectionError as error:
+        return f"{drained}; who leads now is not known: {error}"
+    return f"{drained}, led now: " + ", ".join(f"{count} by {leader}" for leader, count in sorted(now.items()))
 
 
 async def _leaders(look: LedgerLook, namespace: str, names: list[str]) -> list[str]:

@@ -50,7 +50,7 @@ class Server(Protocol):
 
     async def start(self) -> None: ...
 
-    def reload(self) -> None: ...
+    async def reload(self) -> None: ...
 
     async def ended(self) -> None: ...
 
@@ -179,9 +179,10 @@ async def _reload_when_asked(server: Server, signals: Reloader, log: StructuredL
     while True:
         await signals.asked_again()
         try:
-            server.reload()
-        except ConfigurationError as error:
-            log.warning("reload_failed", error=str(error), remedy="all is as before: mend it and send SIGHUP again")
+            await server.reload()
+        except Exception as error:  # a server that works goes on, also after a mistake of ours
+            shown = str(error) if isinstance(error, ConfigurationError) else repr(error)
+            log.warning("reload_failed", error=shown, remedy="all is as before: mend it and send SIGHUP again")
         else:
             log.info("reloaded")
 

@@ -229,6 +229,12 @@ class DashboardApp:
                 return _Visitor(session.caller, session)
         return _Visitor(tokens.caller(headers.get(b"authorization")))
 
+    def _leave_of(self, visitor: _Visitor, headers: Mapping[bytes, bytes]) -> Session | None:
+        """What a stream lasts as long as: the session, or the token itself. None: nothing is asked for here."""
+        if visitor.session is not None or self._rules.tokens is None:
+            return visitor.session
+        return Session(visitor.caller, headers[b"authorization"], float("inf"), self._rules.tokens)
+
     async def _sign_in(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
         tokens = self._rules.tokens
         if tokens is None:
@@ -268,7 +274,7 @@ class DashboardApp:
             after = given if "after" in given else _resumed(headers)
             number = number_of(after, "after", 0, LAST_ID, 0) if after else None
             wanted = {name: given.get(name) or None for name in ("role", "node")}
-            return self._feed.subscribe(**wanted, after=number), visitor.session
+            return self._feed.subscribe(**wanted, after=number), self._leave_of(visitor, headers)
         return Answer(200, wire.encode(await self._api.answer(path.removeprefix(b"/v1/"), query)))
 
     async def _check_path(self, path: bytes) -> None:

@@ -159,12 +159,9 @@ class DashboardServer:
                 raise
             self._log.warning("ledger_away", error=str(error))
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Reads tokens and certificate anew. Raises `ConfigurationError`, and then both stay as they were."""
-        self._settings.check()
-        if self._tokens is not None:
-            self._tokens.reload()
-        self._http.reload()
+        await self._http.reload(self._tokens)
 
     async def ended(self) -> None:
         """Returns if serving ends by itself."""

@@ -43,7 +43,9 @@ class Session:
 
     @property
     def over(self) -> bool:
-        return time.monotonic() >= self.ends_at or self.tokens.known(self.authorization) != self.caller
+        if self.tokens.known(self.authorization) != self.caller:
+            self.ends_at = float("-inf")  # for good, should the token come back
+        return time.monotonic() >= self.ends_at
 
 
 class Sessions:

@@ -164,12 +164,9 @@ class LockServer:
         self._http.start()
         self._background = [asyncio.ensure_future(service.monitor()), asyncio.ensure_future(waits.run())]
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Reads tokens and certificate anew. Raises `ConfigurationError`, and then both stay as they were."""
-        self._settings.check()
-        if self._tokens is not None:
-            self._tokens.reload()
-        self._http.reload()
+        await self._http.reload(self._tokens)
 
     async def ended(self) -> None:
         """Returns if serving ends by itself, or one of the tasks behind it."""
