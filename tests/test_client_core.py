@@ -572,6 +572,18 @@ def test_a_lease_is_judged_by_the_clock_at_the_moment_it_is_asked(clock: StillCl
         lease.raise_if_lost()
 
 
+def test_without_a_heartbeat_a_loss_shows_to_whoever_looks_and_a_renewal_tells_the_others(clock: StillClock) -> None:
+    core, lease = make_core(clock), make_lease(clock, ttl_s=10.0)
+    told: list[bool] = []
+    lease._watch(lambda: told.append(True))
+    clock.at += 10.0
+    assert lease.state is LeaseState.LOST
+    assert not told, "nobody watches the clock"
+    with pytest.raises(LeaseLost):
+        Network(clock, []).play(flows.renew(core, lease, None))
+    assert told == [True]
+
+
 def test_a_forked_child_does_not_have_its_parents_lease(clock: StillClock, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = make_lease(clock)
     monkeypatch.setattr(os, "getpid", lambda: -1)

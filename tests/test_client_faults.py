@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+import os
+import select
 import signal
 import socket
 import threading
+import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +23,9 @@ from pgleaderlock.client import (
     LeaseState,
     LockClient,
     LockHeld,
+    LockServerError,
     LockServerUnreachable,
+    Release,
 )
 from pgleaderlock.client import _flows as flows
 from proxy import Proxy
@@ -443,8 +449,6 @@ async def test_a_blocking_acquire_without_an_answer_gives_back_what_it_may_have_
 
 
 async def test_a_forked_child_shares_no_connection_with_its_parent(proxy: Proxy, name: str) -> None:
-    import os
-
     with LockClient(f"http://127.0.0.1:{proxy.port}") as client:
         lease = await asyncio.to_thread(client.acquire, name, 60.0)
         assert proxy.accepted == 1
@@ -466,6 +470,128 @@ async def test_a_forked_child_shares_no_connection_with_its_parent(proxy: Proxy,
         finally:
             os.close(inside_r)
             await asyncio.to_thread(os.waitpid, pid, 0)
+
+
+def in_a_child(tell: Callable[[], bytes]) -> bytes:
+    """What a forked child says; b"" if it says nothing in time."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = b"raised"
+        with contextlib.suppress(BaseException):
+            said = tell()
+        os.write(write, said)
+        os._exit(0)  # without cleaning up: that is the parent's
+    os.close(write)
+    try:
+        ready, _, _ = select.select([read], [], [], PATIENCE_S)
+        return os.read(read, 100) if ready else b""
+    finally:
+        os.close(read)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@contextlib.contextmanager
+def locked_by_another_thread(*locks: Any) -> Iterator[None]:
+    reached, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
+            reached.set()
+            go.wait(PATIENCE_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    reached.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        go.set()
+        thread.join()
+
+
+def test_a_forked_child_ends_nothing_of_its_parent_and_waits_for_nobody(server: LockServerProcess, name: str) -> None:
+    with LockClient(server.url) as client:
+        lease = client.acquire(name, 60.0)
+        heartbeat = client.start_heartbeat(lease)
+
+        def leave() -> bytes:
+            with pytest.raises(LeaseLost, match="belongs to the parent"):
+                client.renew(lease)
+            with pytest.raises(LeaseLost, match="belongs to the parent"):
+                client.batch([Release(lease)])
+            truths = [
+                client.release(lease) is False,
+                lease.state is LeaseState.LOST,
+                lease.lost.is_set(),
+                lease.wait_lost(0) is True,
+            ]
+            client.release_later(lease)
+            heartbeat.stop()
+            client.close()
+            return b"left" if all(truths) else repr(truths).encode()
+
+        with locked_by_another_thread(lease._mutex, client._heart._changed, client._heart._plan._mutex):
+            assert in_a_child(leave) == b"left"
+        client.renew(lease)
+        assert client.release(lease) is True
+
+
+def test_a_forked_child_that_leaves_the_block_is_told_and_its_parent_stays_inside(
+    server: LockServerProcess, name: str
+) -> None:
+    with LockClient(server.url) as client:
+        block = client.lock(name, 60.0)
+        lease = block.__enter__()
+
+        def leave() -> bytes:
+            with pytest.raises(LeaseLost, match="belongs to the parent"):
+                block.__exit__(None, None, None)
+            client.close()
+            return b"told"
+
+        assert in_a_child(leave) == b"told"
+        client.renew(lease)
+        block.__exit__(None, None, None)
+        assert not client.get(name).held
+
+
+def test_a_forked_child_has_a_heart_of_its_own(server: LockServerProcess, name: str) -> None:
+    with LockClient(server.url) as client:
+        client.start_heartbeat(client.acquire(name, 60.0))
+
+        def beat() -> bytes:
+            lease = client.acquire(f"{name}/child", 60.0)
+            granted_until = lease.deadline
+            client.start_heartbeat(lease, 0.01)
+            while lease.deadline == granted_until:
+                time.sleep(0.001)
+            return b"renewed"
+
+        assert in_a_child(beat) == b"renewed"
+
+
+def test_a_client_that_is_closed_says_so_at_once(server: LockServerProcess, name: str) -> None:
+    client = LockClient(server.url)
+    client.close()
+    with pytest.raises(LockServerError, match="this client is closed: make a new one") as caught:
+        client.acquire_with_retry(name, max_retries=1_000_000, max_total_wait_s=600.0)
+    assert not isinstance(caught.value, LockServerUnreachable)
+    with pytest.raises(LockServerError, match="this client is closed"), client:
+        pass
+
+
+async def test_an_async_client_that_is_closed_says_so_at_once(server: LockServerProcess, name: str) -> None:
+    client = AsyncLockClient(server.url)
+    await client.aclose()
+    with pytest.raises(LockServerError, match="this client is closed: make a new one") as caught:
+        await client.acquire_with_retry(name, max_retries=1_000_000, max_total_wait_s=600.0)
+    assert not isinstance(caught.value, LockServerUnreachable)
+    with pytest.raises(LockServerError, match="this client is closed"):
+        await client.__aenter__()
 
 
 async def test_nothing_is_left_running_when_a_client_is_closed(server: LockServerProcess, name: str) -> None:

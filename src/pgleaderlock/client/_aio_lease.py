@@ -28,13 +28,13 @@ class AsyncLease(BaseLease):
         self._over = asyncio.Event()
 
     def _ended(self) -> None:
-        if self.state is LeaseState.LOST:
+        if self._state is LeaseState.LOST:
             self.lost.set()
         self._over.set()
 
     async def wait_lost(self) -> bool:
         """True once the lease is lost: the server said so, or the deadline has passed. False once it is released."""
-        while self.state is LeaseState.HELD:
+        while self._state is LeaseState.HELD and not self.forked:
             left_s = self.remaining_s
             if left_s <= 0:
                 self._end(LeaseState.LOST, "deadline")

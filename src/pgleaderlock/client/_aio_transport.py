@@ -6,7 +6,7 @@ never decide whether something is tried again: a flow does.
 
 import asyncio
 
-from pgleaderlock.client._core import Core, Endpoint, NoAnswer, Send
+from pgleaderlock.client._core import ClientClosed, Core, Endpoint, NoAnswer, Send
 from pgleaderlock.client._http1 import BadReply, HttpConnection, Reply
 
 __all__ = ["AsyncPool"]
@@ -130,8 +130,7 @@ class AsyncPool:
         return None
 
     async def _connect(self, send: Send) -> _Connection:
-        if self._closed:
-            raise NoAnswer("the client is closed")
+        self.check_open()
         endpoint = send.endpoint
         # Who has little time for an answer has no more for the way to it: a renewal must get to the next server.
         timeout_s = min(self._core.connect_timeout_s, send.timeout_s)
@@ -153,6 +152,10 @@ class AsyncPool:
     def _drop_idle(self, endpoint: Endpoint) -> None:
         while self._idle[endpoint]:
             self._idle[endpoint].pop().abort()
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise ClientClosed
 
     async def close(self) -> None:
         self._closed = True

@@ -120,6 +120,8 @@ def _encode(core: Core, index: int, operation: Operation, tickets: dict[int, Ren
         ttl_ms = wire.ttl_ms(operation.ttl_s)
         return wire.acquire_operation(operation.lock_name, core.owner_id, ttl_ms, core.unique())
     lease = operation.lease
+    if lease.forked:
+        raise lease.loss()
     proof = (lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token)
     if isinstance(operation, Renew):
         tickets[index] = lease._about_to_renew(lease.ttl_s, core.clock.now())  # noqa: SLF001 - the lease is for us to keep

@@ -91,7 +91,7 @@ class HeartbeatPlan:
 
     def _look(self, now: float) -> Look:
         for beat in list(self._beats.values()):
-            if beat.lease.state is not LeaseState.HELD:
+            if beat.lease._state is not LeaseState.HELD:  # noqa: SLF001 - what only the clock has ended is told below
                 self.discard(beat.lease)
             elif beat.lease.deadline <= now:
                 self._lose(beat, "deadline")

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock.client._http1 import Request
-from pgleaderlock.errors import ConfigurationError
+from pgleaderlock.errors import ConfigurationError, LockServerError
 
-__all__ = ["Core", "Endpoint", "NoAnswer", "Pause", "Send", "positive_s", "whole_number"]
+__all__ = ["ClientClosed", "Core", "Endpoint", "NoAnswer", "Pause", "Send", "positive_s", "whole_number"]
 
 DEFAULT_PORT = {"http": 80, "https": 443}
 _VISIBLE = re.compile(r"[\x21-\x7e]+")
@@ -39,6 +39,13 @@ class Endpoint:
     def __str__(self) -> str:
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.tls else 'http'}://{shown}:{self.port}"
+
+
+class ClientClosed(LockServerError):
+    """Nobody was asked, and nobody will be."""
+
+    def __init__(self) -> None:
+        super().__init__("this client is closed: make a new one")
 
 
 class NoAnswer(Exception):

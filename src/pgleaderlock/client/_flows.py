@@ -292,6 +292,8 @@ def _renew_timeout_s(core: Core, ttl_s: float) -> float:
 
 def renew(core: Core, lease: BaseLease, ttl_s: float | None) -> Flow[None]:
     """Extends a lease from now. Raises `LeaseLost` when it is gone."""
+    if not lease.valid:
+        lease._end(LeaseState.LOST, "deadline")  # noqa: SLF001 - whoever watches it should know as well
     lease.raise_if_lost()
     extend_ms = wire.ttl_ms(lease.ttl_s if ttl_s is None else ttl_s)
     ticket = lease._about_to_renew(extend_ms / 1000, core.clock.now())  # noqa: SLF001 - the lease is for us to keep
@@ -331,6 +333,8 @@ def release(core: Core, lease: BaseLease) -> Flow[bool]:
 
 def release_again(core: Core, lease: BaseLease) -> Flow[None]:
     """Sends a release once more whose answer nobody has waited for."""
+    if lease.forked:
+        return
     request = wire.release_request(lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token)
     yield from _ask(core, request)
 

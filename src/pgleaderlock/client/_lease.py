@@ -79,7 +79,13 @@ class BaseLease:
 
     @property
     def state(self) -> LeaseState:
-        return self._state
+        """`LOST` also when only the clock knows of it yet."""
+        return LeaseState.LOST if self._state is LeaseState.HELD and not self.valid else self._state
+
+    @property
+    def forked(self) -> bool:
+        """It is our parent process's, and not for us to end. Its mutex may be held by a thread that is not here."""
+        return self._pid != os.getpid()
 
     @property
     def ttl_s(self) -> float:
@@ -94,7 +100,7 @@ class BaseLease:
     @property
     def remaining_s(self) -> float:
         """How long it may still be counted on; 0 when it has ended."""
-        if self._state is not LeaseState.HELD or self._pid != os.getpid():
+        if self._state is not LeaseState.HELD or self.forked:
             return 0.0
         return max(0.0, self._deadline - self._clock.now())
 
@@ -112,7 +118,7 @@ class BaseLease:
         """Why the lease is not valid, as an exception."""
         if self._state is LeaseState.RELEASED:
             why = "released"
-        elif self._pid != os.getpid():
+        elif self.forked:
             why = "forked"
         else:
             why = self._why or "deadline"
@@ -155,7 +161,9 @@ class BaseLease:
         self._trouble = trouble
 
     def _end(self, state: LeaseState, why: str = "") -> bool:
-        """HELD → RELEASED or LOST; False if it had ended before. Whoever watches is told."""
+        """HELD → RELEASED or LOST; False if it had ended before, or is not ours. Whoever watches is told."""
+        if self.forked:
+            return False
         with self._mutex:
             if self._state is not LeaseState.HELD:
                 return False
@@ -168,13 +176,16 @@ class BaseLease:
 
     def _watch(self, tell: Callable[[], None]) -> None:
         """`tell` is called once when the lease ends; at once if it has."""
-        with self._mutex:
-            if self._state is LeaseState.HELD:
-                self._watchers.append(tell)
-                return
+        if not self.forked:
+            with self._mutex:
+                if self._state is LeaseState.HELD:
+                    self._watchers.append(tell)
+                    return
         tell()
 
     def _unwatch(self, tell: Callable[[], None]) -> None:
+        if self.forked:
+            return
         with self._mutex:
             if tell in self._watchers:
                 self._watchers.remove(tell)

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 
-from pgleaderlock.client._core import Core, Endpoint, NoAnswer, Send
+from pgleaderlock.client._core import ClientClosed, Core, Endpoint, NoAnswer, Send
 from pgleaderlock.client._http1 import BadReply, HttpConnection, Reply
 
 __all__ = ["SyncPool"]
@@ -176,8 +176,7 @@ class SyncPool:
                 connection.close()
 
     def _connect(self, send: Send) -> _Connection:
-        if self._closed:
-            raise NoAnswer("the client is closed")
+        self.check_open()
         endpoint = send.endpoint
         # Who has little time for an answer has no more for the way to it: a renewal must get to the next server.
         timeout_s = min(self._core.connect_timeout_s, send.timeout_s)
@@ -205,6 +204,10 @@ class SyncPool:
             dropped, self._idle[endpoint] = self._idle[endpoint], []
         for connection in dropped:
             connection.close()
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise ClientClosed
 
     def close(self) -> None:
         self._closed = True

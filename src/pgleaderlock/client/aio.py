@@ -103,7 +103,7 @@ class AsyncLockClient:
         Raises `LockServerUnreachable` when no server answers: the lease is over for us all the same, and its ttl ends
         it at the server. Cancelled, it goes on in the background.
         """
-        sent = lease.state is LeaseState.HELD
+        sent = lease.state is not LeaseState.RELEASED
         try:
             return await self._run(flows.release(self._core, lease))
         except asyncio.CancelledError:
@@ -192,6 +192,7 @@ class AsyncLockClient:
             await self._pool.close()
 
     async def __aenter__(self) -> Self:
+        self._pool.check_open()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -7,9 +7,11 @@ Imports the client's other modules, `errors`, `_clock`, `_logging`. Must never d
 """
 
 import contextlib
+import os
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
@@ -33,6 +35,7 @@ CLEAN_UP_TIMEOUT_S = 5.0
 IDLE_S = 10.0
 
 _log = get_logger("pgleaderlock")
+_clients: "weakref.WeakSet[LockClient]" = weakref.WeakSet()
 
 
 class Lease(BaseLease):
@@ -44,7 +47,13 @@ class Lease(BaseLease):
 
     @property
     def lost(self) -> threading.Event:
-        """Set when the lease is lost; never by a release."""
+        """Set when the lease is lost, if a heartbeat keeps it or somebody asks; never by a release."""
+        if self.forked:
+            lost = threading.Event()
+            lost.set()
+            return lost
+        if self.state is LeaseState.LOST:
+            self._end(LeaseState.LOST, "deadline")
         with self._mutex:
             if self._lost is None:
                 self._lost = threading.Event()
@@ -53,7 +62,7 @@ class Lease(BaseLease):
             return self._lost
 
     def _ended(self) -> None:
-        if self._lost is not None and self.state is LeaseState.LOST:
+        if self._lost is not None and self._state is LeaseState.LOST:
             self._lost.set()
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
@@ -63,7 +72,7 @@ class Lease(BaseLease):
         over = threading.Event()
         self._watch(over.set)
         try:
-            while self.state is LeaseState.HELD:
+            while self._state is LeaseState.HELD and not self.forked:
                 left_s = self.remaining_s
                 if left_s <= 0:
                     self._end(LeaseState.LOST, "deadline")
@@ -117,6 +126,11 @@ class LockClient:
             clock=clock,
         )
         self._pool = SyncPool(self._core)
+        self._begin()
+        _clients.add(self)
+
+    def _begin(self) -> None:
+        """Also in a forked child, which has none of its parent's threads, and perhaps what they had locked."""
         self._heart = _Heart(self._core, self._run)
         self._background: set[threading.Thread] = set()
 
@@ -203,7 +217,7 @@ class LockClient:
         lease's deadline. All leases of a client are renewed together.
         """
         self._heart.add(lease, interval_s)
-        return Heartbeat(lease, self._heart.discard)
+        return Heartbeat(lease, lambda lease: self._heart.discard(lease))
 
     @contextlib.contextmanager
     def lock(
@@ -243,6 +257,7 @@ class LockClient:
         self._pool.close()
 
     def __enter__(self) -> Self:
+        self._pool.check_open()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -309,6 +324,14 @@ class LockClient:
         thread = threading.Thread(target=run, name="pgleaderlock-clean-up", daemon=True)
         self._background.add(thread)
         thread.start()
+
+
+def _begin_anew() -> None:
+    for client in _clients:
+        client._begin()  # noqa: SLF001 - it is our own
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 class _Heart:
