@@ -16,12 +16,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import click
 
 from pgleaderlock._version import VERSION
 from pgleaderlock.cli._output import EXIT_OK, EXIT_USAGE, exit_code_for_signal, without_passwords
-from pgleaderlock.errors import PgLeaderLockError
+from pgleaderlock.errors import LockServerRefused, PgLeaderLockError
 
 __all__ = ["COMMANDS", "LazyCommand", "run"]
 
@@ -149,12 +150,19 @@ def _exit_code_of(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, PgLeaderLockError | OSError):
         if debug:
             _print_traceback(error)
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        print("error:", " ".join(str(error).split()) + _hint(error), file=sys.stderr)
         code = getattr(error, "exit_code", EXIT_USAGE)
         return code if isinstance(code, int) else EXIT_USAGE
     _print_traceback(error)
     print("error: this is a defect of pgleaderlock, please report it with the lines above", file=sys.stderr)
     return EXIT_USAGE
+
+
+def _hint(error: BaseException) -> str:
+    """What a person at a terminal can do about it, where the text is written for programs."""
+    if isinstance(error, LockServerRefused) and error.status == HTTPStatus.UNAUTHORIZED:
+        return " (here: --token-file FILE, or the variable PGLEADERLOCK_TOKEN)"
+    return ""
 
 
 def _code_of_system_exit(error: SystemExit) -> int:

@@ -16,14 +16,15 @@ from dataclasses import asdict, dataclass, field
 
 from pgleaderlock._clock import BOOT_CLOCK
 from pgleaderlock.cli._load_check import GuardedResource, Violations
-from pgleaderlock.cli._load_figures import Figures
+from pgleaderlock.cli._load_figures import COUNTED, Figures
 from pgleaderlock.client import AsyncLease, AsyncLockClient, LeaseLost, LeaseState, LockHeld
 from pgleaderlock.client._lease import margin_s
 from pgleaderlock.client._wire import Granted
-from pgleaderlock.errors import LockServerError
+from pgleaderlock.errors import LockServerError, LockServerRefused
 
 __all__ = ["LoadSettings", "Run"]
 
+NOT_ALLOWED = (401, 403)
 PAUSE_AFTER_ERROR_S = 0.1
 # A client that has to end may be in the middle of a hold, or waiting for its turn.
 END_GRACE_S = 3.0
@@ -52,6 +53,8 @@ class Run:
     figures: Figures = field(default_factory=Figures)
     violations: Violations = field(default_factory=Violations)
     elapsed_s: float = 0.0
+    refused: LockServerRefused | None = None
+    """Why the run ended early: we may not do this at all."""
 
     def __post_init__(self) -> None:
         self.resources = {name: GuardedResource(name, self.violations) for name in self.settings.locks}
@@ -95,7 +98,7 @@ class Run:
             "settings": {**asdict(self.settings), "locks": len(self.settings.locks), "names": self.settings.locks[:10]},
             "elapsed_s": round(self.running_s, 3),
             "counts": {
-                **self.figures.counts,
+                **{name: self.figures.counts[name] for name in COUNTED},
                 "writes": sum(resource.writes for resource in resources),
                 "writes_refused": sum(resource.writes_refused for resource in resources),
             },
@@ -117,10 +120,19 @@ class Run:
             while not self._over.is_set():
                 try:
                     await self._round(client)
+                except LockServerRefused as error:
+                    if error.status in NOT_ALLOWED:
+                        self.refused = error
+                        self.stop()
+                        return
+                    await self._failed(error)
                 except LockServerError as error:
-                    self.figures.counts["errors"] += 1
-                    self.figures.last_error = str(error)
-                    await self._pause(PAUSE_AFTER_ERROR_S)
+                    await self._failed(error)
+
+    async def _failed(self, error: LockServerError) -> None:
+        self.figures.counts["errors"] += 1
+        self.figures.last_error = str(error)
+        await self._pause(PAUSE_AFTER_ERROR_S)
 
     async def _round(self, client: AsyncLockClient) -> None:
         resource = self.resources[self._random.choice(self.settings.locks)]

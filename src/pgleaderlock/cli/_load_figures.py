@@ -7,8 +7,19 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-__all__ = ["Figures", "Latencies"]
+__all__ = ["COUNTED", "Figures", "Latencies"]
 
+COUNTED = (
+    "acquired",
+    "held",
+    "released",
+    "lost",
+    "crashed",
+    "stalled",
+    "stale_writes_refused",
+    "stale_renewals_refused",
+    "errors",
+)
 # Neighbouring buckets differ by two hundredths: that is how exact a percentile is.
 _STEP = math.log(1.02)
 _LEAST_S = 1e-6
@@ -50,7 +61,7 @@ class Figures:
     """What has happened so far."""
 
     counts: "Counter[str]" = field(default_factory=Counter)
-    """acquired, held, released, lost, crashed, stalled, stale_writes_refused, errors"""
+    """Of `COUNTED`."""
     latencies: dict[str, Latencies] = field(
         default_factory=lambda: {"acquire": Latencies(), "renew": Latencies(), "release": Latencies()}
     )

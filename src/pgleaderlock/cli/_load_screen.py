@@ -29,7 +29,7 @@ _COUNTS = (
     ("stalled", "stalled on purpose"),
     ("stale_writes_refused", "stale writes refused"),
     ("stale_renewals_refused", "stale renewals refused"),
-    ("errors", "no answer"),
+    ("errors", "no answer, or an error"),
 )
 
 
@@ -45,7 +45,13 @@ async def _live(run: Run) -> None:
     from rich.console import Group  # noqa: PLC0415 - takes longer to import than --help takes to answer.
     from rich.live import Live  # noqa: PLC0415
 
-    with Live(console=stdout_console(), get_renderable=lambda: Group(*_tables(run)), refresh_per_second=FRAMES_PER_S):
+    # Gone at the end: the last tables are printed then, whole, however low the terminal is.
+    with Live(
+        console=stdout_console(),
+        get_renderable=lambda: Group(*_tables(run)),
+        refresh_per_second=FRAMES_PER_S,
+        transient=True,
+    ):
         await asyncio.Event().wait()
 
 
@@ -74,7 +80,11 @@ def report(run: Run) -> None:
         print(f"VIOLATION {violation.rule}: {violation.lock_name}: {violation.text}")
     if run.figures.last_error:
         print(f"last error: {run.figures.last_error}")
-    verdict = "every invariant held" if not run.violations.total else "AN INVARIANT WAS BROKEN"
+    verdict = "every invariant held"
+    if run.violations.total:
+        verdict = "AN INVARIANT WAS BROKEN"
+    elif not run.figures.counts["acquired"]:
+        verdict = "nothing was shown"
     print(f"{run.settings.clients} clients, {run.running_s:.1f} s: {verdict}", flush=True)
 
 
@@ -88,13 +98,13 @@ def _tables(run: Run) -> "list[Table]":
     counts.add_column(f"after {run.running_s:.0f} s", no_wrap=True)
     counts.add_column("count", justify="right", no_wrap=True)
     counts.add_column("a second", justify="right", no_wrap=True)
+    broken = run.violations.total
+    counts.add_row(Text("violations", style="bold red" if broken else "green"), str(broken), "")
     for key, words in _COUNTS:
         count = run.figures.counts[key]
         counts.add_row(words, str(count), f"{count / seconds:.1f}")
     writes = sum(resource.writes for resource in run.resources.values())
     counts.add_row("writes accepted", str(writes), f"{writes / seconds:.1f}")
-    broken = run.violations.total
-    counts.add_row(Text("violations", style="bold red" if broken else "green"), str(broken), "")
     latency = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     latency.add_column("ms", no_wrap=True)
     for heading in ("count", "p50", "p95", "p99", "max"):

@@ -66,8 +66,9 @@ def exit_code_for_signal(signum: int) -> int:
 
 def without_passwords(text: str) -> str:
     """The text with the password of each URI and of each `password=…` in it hidden."""
-    # To the last @: a password may contain one. Without any, the text may have been cut off in front of it.
-    text = re.sub(r"(\w://[^\s:/@]*):(?:\S*(?=@)|[^\s@]+(?=\s|$))", r"\1:***", text)
+    # To the last @: a password may contain one. Without any, the text may have been cut off in front of it, unless what
+    # stands there is a port.
+    text = re.sub(r"(\w://[^\s:/@]*):(?:\S*(?=@)|(?!\d{1,5}(?:[/,;.)\s]|$))[^\s@]+(?=\s|$))", r"\1:***", text)
     return re.sub(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'?|[^\s&)]+)", r"\1***", text)
 
 

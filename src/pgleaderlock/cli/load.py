@@ -6,6 +6,7 @@ Imports click and its neighbours. It must never say that all is well when nothin
 import asyncio
 import contextlib
 import json
+import random
 import uuid
 from pathlib import Path
 
@@ -65,7 +66,13 @@ def load(
     """
     if lock_name is not None and locks is not None:
         raise click.UsageError("--lock and --locks exclude each other: give one or the other")
+    if json_file is not None:
+        try:
+            json_file.open("a", encoding="utf-8").close()  # now, and not when all is over
+        except OSError as error:
+            raise click.UsageError(f"--json {json_file} cannot be written: {error.strerror or error}") from error
     run_name = uuid.uuid4().hex[:8]
+    seed = random.getrandbits(32) if seed is None else seed
     names = (lock_name,) if lock_name is not None else tuple(f"load-{run_name}/{n}" for n in range(locks or 1))
     settings = LoadSettings(clients, duration_s, ttl_s, hold_s, jitter_s, failrate, wait_s, names, seed)
     with Stopper() as stopper:
@@ -75,6 +82,8 @@ def load(
         json_file.write_text(json.dumps(run.as_json(), indent=2) + "\n", encoding="utf-8")
     if run.violations.total:
         return EXIT_NO
+    if run.refused is not None:
+        raise run.refused
     if not run.figures.counts["acquired"]:
         why = run.figures.last_error or "the lock was held all the time"
         raise PgLeaderLockError(f"no lease was granted, so nothing was shown: {why}")

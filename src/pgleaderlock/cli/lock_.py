@@ -187,11 +187,11 @@ def break_(*, server: ServerOptions, as_json: bool, name: str) -> int:
     with server.client() as client:
         was = client.break_lock(name)
     if as_json:
-        _print_json({"broken": True, "was": asdict(was)})
+        _print_json({"broken": was.held, "was": asdict(was)})
     elif was.held:
         click.echo(f"broken: {name} was held by {was.owner_id} with fencing token {was.fencing_token}")
     else:
-        click.echo(f"broken: {name} was free")
+        click.echo(f"not broken: {name} was free")
     return EXIT_OK
 
 
@@ -228,8 +228,10 @@ def _read_lease(path: Path) -> dict[str, Any]:
         with click.open_file(str(path), encoding="utf-8") as file:
             fields = json.loads(file.read(64 * 1024))
         found = {name: fields[name] for name in kinds}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"--lease {path} is not what `lock acquire --json` prints: {error!r}") from error
+    except OSError as error:
+        raise ConfigurationError(f"--lease {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(f"--lease {path} is not what `lock acquire --json` prints") from error
     if not all(isinstance(found[name], kind) for name, kind in kinds.items()):
         raise ConfigurationError(f"--lease {path} is not what `lock acquire --json` prints")
     return found

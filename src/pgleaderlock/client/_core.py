@@ -101,7 +101,12 @@ def _endpoint(url: str, token: str | None) -> Endpoint:
     if parts.scheme not in DEFAULT_PORT or not parts.hostname or not _VISIBLE.fullmatch(parts.hostname):
         raise ConfigurationError("a server's URL looks like http://host:port or https://host:port")
     if parts.username is not None or parts.path not in {"", "/"} or parts.query or parts.fragment:
-        raise ConfigurationError("a server's URL is scheme, host and port only; a token is given as `token`")
+        # Not repeated: it may hold a password.
+        raise ConfigurationError(
+            "a server's URL is scheme, host and port only, as in http://host:7420: no path, no query, no password"
+        )
+    if port == 0:
+        raise ConfigurationError("a server's URL needs its real port, not 0")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     shown = host if port is None else f"{host}:{port}"
     headers = f"Host: {shown}\r\nUser-Agent: pgleaderlock\r\n"

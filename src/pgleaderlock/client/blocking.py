@@ -217,7 +217,7 @@ class LockClient:
         lease's deadline. All leases of a client are renewed together.
         """
         self._heart.add(lease, interval_s)
-        return Heartbeat(lease, lambda lease: self._heart.discard(lease))
+        return Heartbeat(lease, self._stop_heartbeat)
 
     @contextlib.contextmanager
     def lock(
@@ -262,6 +262,9 @@ class LockClient:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _stop_heartbeat(self, lease: BaseLease) -> None:
+        self._heart.discard(lease)  # that of this process, which may have been forked since
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

@@ -63,6 +63,8 @@ def store_from_url(url: str, *, locks_max: int = LOCKS_MAX, waiters_max: int = W
     if separator and scheme == "sqlite":
         if not rest.startswith("/") or len(rest) < 2:
             raise ConfigurationError("--store: write sqlite:///locks.db, or sqlite:////var/lib/locks.db (four slashes)")
+        if rest == "/:memory:":
+            raise ConfigurationError("--store: locks have to outlive the server: give a file, sqlite:///locks.db")
         from pgleaderlock.server.store_sqlite import SqliteStore  # noqa: PLC0415 - needs apsw, which PostgreSQL does not.
 
         return SqliteStore(unquote(rest[1:]), locks_max=locks_max, waiters_max=waiters_max)

@@ -181,7 +181,7 @@ class Service:
 
     def _answer(self, outcome: Outcome) -> Answer:
         if isinstance(outcome, StoreFull):
-            raise Refusal(503, _full(outcome), _RETRY_LATER)
+            raise Refusal(503, self._full(outcome), _RETRY_LATER)
         status, reply = wire.reply_of(outcome)
         return Answer(status, wire.encode(reply))
 
@@ -213,7 +213,7 @@ class Service:
             outcome = next(in_order)
             self._count(_op_of(item), outcome)
             if isinstance(outcome, StoreFull):
-                results.append(wire.BatchResult(503, ErrorReply(_full(outcome))))
+                results.append(wire.BatchResult(503, ErrorReply(self._full(outcome))))
             else:
                 results.append(wire.BatchResult(*wire.reply_of(outcome)))
         return Answer(200, wire.encode(wire.BatchReply(results)))
@@ -316,6 +316,11 @@ class Service:
         self._log_store_error(error)
         return Refusal(503, "the store cannot be used now: the server's log says why", _RETRY_SOON)
 
+    def _full(self, outcome: StoreFull) -> str:
+        text = f"the server stores {outcome.locks_max} locks already, which is its limit (--max-locks)"
+        self._log_store_error(StoreError(text))
+        return text
+
     def _log_store_error(self, error: Exception) -> None:
         # A broken disk fails every request: one line every few seconds says as much as thousands.
         now = time.monotonic()
@@ -363,10 +368,6 @@ def _op_of(item: wire.BatchOperation) -> str:
     if isinstance(item, wire.BatchAcquire):
         return "acquire"
     return "release" if isinstance(item, wire.BatchRelease) else "renew"
-
-
-def _full(outcome: StoreFull) -> str:
-    return f"the server stores {outcome.locks_max} locks already, which is its limit (--max-locks)"
 
 
 def _not_allowed(caller: Caller) -> str:
