@@ -172,6 +172,7 @@ def test_a_run_with_clients_that_fail_on_purpose_finds_nothing_broken(
     report = json.loads(file.read_text())
     counts = report["counts"]
     assert report["violations"] == {"total": 0}
+    assert report["settings"]["seed"] is not None, "a run can be repeated"
     # Each kind of failure must have happened, or the run has shown nothing.
     for kind in ("acquired", "released", "crashed", "stalled", "stale_writes_refused", "stale_renewals_refused"):
         assert counts[kind] > 0, kind
@@ -195,9 +196,25 @@ def test_a_run_that_was_granted_nothing_shows_nothing_and_says_so(server: LockSe
     done = command("load", "--server", "http://127.0.0.1:1", "--clients", "2", "--duration", "1s")
     assert done.code == EXIT_USAGE
     assert "nothing was shown" in done.err
+    assert "every invariant held" not in done.out
     done = command("load", "--server", server.url, "--lock", "a", "--locks", "2")
     assert done.code == EXIT_USAGE
     assert "exclude each other" in done.err
+
+
+def test_a_run_that_is_not_allowed_ends_at_once(tmp_path: Path) -> None:
+    with lock_server(tmp_path, tokens=True) as server:
+        file = tmp_path / "report.json"
+        done = command("load", "--server", server.url, "--duration", "10m", "--json", str(file))
+        assert done.code == EXIT_USAGE
+        assert "a bearer token is needed" in done.err
+        assert json.loads(file.read_text())["counts"]["acquired"] == 0
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_run(server: LockServerProcess) -> None:
+    done = command("load", "--server", server.url, "--duration", "10m", "--json", "/no/such/folder/report.json")
+    assert done.code == EXIT_USAGE
+    assert "--json /no/such/folder/report.json cannot be written: No such file or directory" in done.err
 
 
 def test_ctrl_c_ends_the_run_early_and_its_figures_are_shown(server: LockServerProcess) -> None:

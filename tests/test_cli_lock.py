@@ -97,6 +97,10 @@ def test_get_list_and_break_show_what_is_there(
     broken = lock("break", name, "--token-file", str(token_file), env=env)
     assert (broken.code, "somebody-else" in broken.out) == (EXIT_OK, True)
     assert not client.get(name).held
+    again = lock("break", name, "--token-file", str(token_file), env=env)
+    assert (again.code, again.out) == (EXIT_OK, f"not broken: {name} was free\n")
+    as_json = json.loads(lock("break", name, "--token-file", str(token_file), "--json", env=env).out)
+    assert (as_json["broken"], as_json["was"]["held"]) == (False, False)
     assert "no locks" in lock("list", "--prefix", name, "--held", env=env).out
     assert lease.fencing_token == 1
 
@@ -115,7 +119,12 @@ def test_a_list_fits_into_sixty_columns_and_shows_no_control_characters(
 @pytest.mark.parametrize(
     ("args", "extra", "said"),
     [
-        (["get", "x"], {"PGLEADERLOCK_SERVER": ""}, "no lock server given"),
+        (["get", "x"], {"PGLEADERLOCK_SERVER": ""}, "use --server http://host:7420, or set PGLEADERLOCK_SERVER"),
+        (["get", "x"], {"PGLEADERLOCK_SERVER": "http://127.0.0.1:7420/path"}, "no path"),
+        (["get", "x"], {"PGLEADERLOCK_SERVER": "http://127.0.0.1:0"}, "real port"),
+        (["get", "x"], {"PGLEADERLOCK_SERVER": "http://127.0.0.1:1"}, "http://127.0.0.1:1: cannot connect"),
+        (["get", "x"], {"PGLEADERLOCK_TOKEN": "unknown-token-of-nobody"}, "--token-file FILE"),
+        (["release", "--lease", "/does/not/exist"], {}, "cannot be read: No such file or directory"),
         (["get", "x"], {"PGLEADERLOCK_SERVER": "ftp://x"}, "http://host:port"),
         (["get", "x"], {"PGLEADERLOCK_SERVER": "http://127.0.0.1:1"}, "no lock server has answered"),
         (["get", "x"], {"PGLEADERLOCK_TOKEN": "unknown-token-of-nobody"}, "401"),

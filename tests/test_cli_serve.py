@@ -114,6 +114,9 @@ def test_two_servers_on_one_postgresql_share_their_locks(tmp_path: Path, throwaw
         (["--config", "/no/such/config"], "cannot be read"),
         (["--port", "70000"], "70000"),
         (["--max-connections", "100000000"], "file descriptors"),
+        (["--store", "sqlite:///:memory:"], "have to outlive the server"),
+        (["--allowed-host", "http://locks.example"], "give the name alone"),
+        (["--max-wait", "90s"], "60s at most"),
         (["--host", "192.0.2.1", "--token-file", "{tokens}"], "does not have that address"),
     ],
 )

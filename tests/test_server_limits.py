@@ -46,6 +46,7 @@ def test_one_lock_too_many_is_answered_503_and_the_others_go_on(tmp_path: Path) 
         assert "--max-locks" in reply.json()["error"]
         batch = server.ask("POST", "/v1/batch", {"operations": [{"op": "acquire", "lock_name": "three", **OWNER}]})
         assert batch.json()["results"][0]["status"] == 503
+        server.program.until('store_failed error="the server stores 2 locks already')
         assert renews(server, "one", lease)
 
 
