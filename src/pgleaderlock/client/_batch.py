@@ -53,6 +53,9 @@ class BatchAttempt:
         if not 1 <= len(operations) <= wire.BATCH_MAX:
             raise ConfigurationError(f"a batch has 1 to {wire.BATCH_MAX} operations, not {len(operations)}")
         self.operations = list(operations)
+        for each in self.operations:
+            if not isinstance(each, Acquire) and each.lease.forked:
+                raise each.lease.loss()  # before anything has changed
         self.tickets: dict[int, RenewTicket] = {}
         self.encoded = [_encode(core, index, each, self.tickets) for index, each in enumerate(self.operations)]
         self.sends: list[Send] = []
@@ -120,8 +123,6 @@ def _encode(core: Core, index: int, operation: Operation, tickets: dict[int, Ren
         ttl_ms = wire.ttl_ms(operation.ttl_s)
         return wire.acquire_operation(operation.lock_name, core.owner_id, ttl_ms, core.unique())
     lease = operation.lease
-    if lease.forked:
-        raise lease.loss()
     proof = (lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token)
     if isinstance(operation, Renew):
         tickets[index] = lease._about_to_renew(lease.ttl_s, core.clock.now())  # noqa: SLF001 - the lease is for us to keep
