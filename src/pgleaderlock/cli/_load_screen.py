@@ -45,14 +45,17 @@ async def _live(run: Run) -> None:
     from rich.console import Group  # noqa: PLC0415 - takes longer to import than --help takes to answer.
     from rich.live import Live  # noqa: PLC0415
 
-    # Gone at the end: the last tables are printed then, whole, however low the terminal is.
+    over = False
     with Live(
         console=stdout_console(),
-        get_renderable=lambda: Group(*_tables(run)),
+        get_renderable=lambda: Group(*([] if over else _tables(run))),
         refresh_per_second=FRAMES_PER_S,
         transient=True,
     ):
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            over = True  # the last frame is empty: the tables are printed then, whole, however low the terminal is
 
 
 async def _lines(run: Run) -> None:
