@@ -902,6 +902,25 @@ async def test_a_list_that_failed_does_not_count(opened: OpenStore) -> None:
         assert await store.sweep() == Sweep(0, 2)
 
 
+async def test_a_log_in_doubt_is_started_again_when_our_own_copier_has_ended(opened: OpenStore) -> None:
+    class Waited(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.set()
+            return super().wait(timeout)
+
+    waits = threading.Event()
+    async with opened() as store:
+        log = store._writer._log  # type: ignore[union-attr]
+        await acquired(store, "before")
+        log._idle, log.doubtful = Waited(), True  # as while it copies
+        asked = asyncio.create_task(acquired(store, "job"))
+        assert await asyncio.to_thread(waits.wait, PATIENCE_S)
+        assert not asked.done()
+        log._idle.set()
+        await asked
+        assert not log.doubtful
+
+
 async def test_a_sync_that_fails_is_told_and_its_token_is_not_lost(opened: OpenStore, disk: Disk) -> None:
     async with opened(vfs=disk.name) as store:
         disk.sync_fails = True

@@ -39,7 +39,9 @@ async def backend_is_shared(params: Mapping[str, str], backend_pid: int) -> bool
     finally:
         # Rolled back, not cut: a pooler ends the server session of a client that vanishes inside a transaction, and
         # in a shared pool that session may be a leader's.
-        with contextlib.suppress(psycopg.Error, TimeoutError):
-            async with asyncio.timeout(POOL_CHECK_TIMEOUT_S):
-                await other.rollback()
-        await other.close()
+        try:
+            with contextlib.suppress(psycopg.Error, TimeoutError):
+                async with asyncio.timeout(POOL_CHECK_TIMEOUT_S):
+                    await other.rollback()
+        finally:
+            await other.close()

@@ -15,6 +15,7 @@ import apsw
 
 __all__ = ["Log"]
 
+COPY_S_MAX = 30.0
 COPY_FACTOR = 4
 """The writer finishes the copying itself when the log is so many times longer than it should be."""
 
@@ -58,6 +59,7 @@ class Log:
 
     def start_again(self) -> None:
         """All of the log into the file, now, in the writer's thread and outside a transaction; raises if it cannot."""
+        self._idle.wait(COPY_S_MAX)  # our own copier is no other program that has locked the file
         self.doubtful = False  # before: the other thread may find out meanwhile that it is so again
         try:
             self._writer.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
