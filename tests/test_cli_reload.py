@@ -3,7 +3,6 @@
 import os
 import pty
 import signal
-import socket
 import ssl
 from pathlib import Path
 
@@ -15,17 +14,13 @@ from support.lockserver import (
     LockServerProcess,
     acquire,
     certificate,
+    is_answered_200,
     lease_of,
     lock_server,
     renews,
 )
 
 NEW_TOKEN = "brand-new-token-for-tests-0004"
-
-
-def reload(server: LockServerProcess, times: int = 1) -> None:
-    server.program.signal(signal.SIGHUP)
-    server.program.until("reloaded", times=times)
 
 
 def refused(server: LockServerProcess, said: str) -> None:
@@ -38,18 +33,6 @@ def status(server: LockServerProcess, token: str) -> int:
     return server.ask("GET", "/v1/locks/job", token=token).status
 
 
-def over_tls(server: LockServerProcess, cert: Path) -> ssl.SSLSocket:
-    context = ssl.create_default_context(cafile=str(cert))
-    return context.wrap_socket(
-        socket.create_connection((server.host, server.port), timeout=30), server_hostname="127.0.0.1"
-    )
-
-
-def is_healthy(connection: ssl.SSLSocket) -> bool:
-    connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-    return connection.recv(4096).startswith(b"HTTP/1.1 200 ")
-
-
 # --- Tokens
 
 
@@ -58,7 +41,7 @@ def test_a_new_token_is_known_and_an_old_one_forgotten_and_leases_stay(tmp_path:
         lease = lease_of(acquire(server, "job"))
         (tmp_path / "tokens.toml").write_text(TOKEN_FILE.replace(PLAIN_TOKEN, NEW_TOKEN))
         assert (status(server, PLAIN_TOKEN), status(server, NEW_TOKEN)) == (200, 401), "nobody has asked for it yet"
-        reload(server)
+        server.reload()
         assert (status(server, PLAIN_TOKEN), status(server, NEW_TOKEN)) == (401, 200)
         server.token = NEW_TOKEN
         assert renews(server, "job", lease)
@@ -86,7 +69,7 @@ def test_a_token_file_with_a_mistake_changes_nothing_until_it_is_mended(
         refused(server, said)
         assert status(server, PLAIN_TOKEN) == 200
         path.write_text(TOKEN_FILE.replace(PLAIN_TOKEN, NEW_TOKEN))
-        reload(server)
+        server.reload()
         assert (status(server, PLAIN_TOKEN), status(server, NEW_TOKEN)) == (401, 200)
         assert server.stop() == 0
 
@@ -111,7 +94,7 @@ def test_a_defect_in_a_reload_does_not_end_the_next_one(tmp_path: Path) -> None:
     )
     with lock_server(tmp_path, tokens=True, code=once) as server:
         refused(server, "KeyError('ours')")
-        reload(server)
+        server.reload()
 
 
 def test_a_signal_during_the_start_is_obeyed_after_it(tmp_path: Path) -> None:
@@ -138,15 +121,15 @@ def test_a_new_certificate_is_shown_to_whoever_connects_next(tmp_path: Path) -> 
     new_cert, new_key = certificate(tmp_path, "new")
     with lock_server(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key)) as server:
         old_cert = cert.rename(tmp_path / "old.pem")
-        with over_tls(server, old_cert) as before:
+        with server.over_tls(old_cert) as before:
             new_cert.rename(cert)
             new_key.rename(key)
-            reload(server)
-            with over_tls(server, cert) as after:
-                assert is_healthy(after)
+            server.reload()
+            with server.over_tls(cert) as after:
+                assert is_answered_200(after, "/healthz")
             with pytest.raises(ssl.SSLCertVerificationError):
-                over_tls(server, old_cert)
-            assert is_healthy(before), "who is connected stays so"
+                server.over_tls(old_cert)
+            assert is_answered_200(before, "/healthz"), "who is connected stays so"
 
 
 def test_a_certificate_that_does_not_fit_its_key_changes_nothing_the_tokens_neither(tmp_path: Path) -> None:
@@ -157,12 +140,8 @@ def test_a_certificate_that_does_not_fit_its_key_changes_nothing_the_tokens_neit
         other_cert.rename(cert)
         (tmp_path / "tokens.toml").write_text(TOKEN_FILE.replace(PLAIN_TOKEN, NEW_TOKEN))
         refused(server, "cannot be used")
-        with over_tls(server, right_cert) as connection:
-            connection.sendall(
-                b"GET /v1/locks/job HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %b\r\n\r\n"
-                % PLAIN_TOKEN.encode()
-            )
-            assert connection.recv(4096).startswith(b"HTTP/1.1 200 ")
+        with server.over_tls(right_cert) as connection:
+            assert is_answered_200(connection, "/v1/locks/job", f"Authorization: Bearer {PLAIN_TOKEN}")
 
 
 # --- The terminal

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import socket
-import ssl
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from conftest import StartServer
 from pgleaderlock._http.tokens import Tokens
 from pgleaderlock.cli.serve import serve
 from pgleaderlock.errors import ConfigurationError
-from support.lockserver import TOKEN_FILE, acquire, certificate, lock_server, postgres_url
+from support.lockserver import TOKEN_FILE, acquire, certificate, is_answered_200, lock_server, postgres_url
 from support.program import command, running
 
 SECRET = "s3cret-Pa55"
@@ -78,13 +77,8 @@ def test_it_serves_https(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "served")
     with lock_server(tmp_path, "--tls-cert", str(cert), "--tls-key", str(key)) as server:
         assert server.url.startswith("https://")
-        context = ssl.create_default_context(cafile=str(cert))
-        with (
-            socket.create_connection((server.host, server.port)) as plain,
-            context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
-        ):
-            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        with server.over_tls(cert) as connection:
+            assert is_answered_200(connection, "/healthz")
 
 
 def test_two_servers_on_one_postgresql_share_their_locks(tmp_path: Path, throwaway_postgres: StartServer) -> None:

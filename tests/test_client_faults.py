@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from pgleaderlock.client import (
 from pgleaderlock.client import _flows as flows
 from proxy import Proxy
 from support.counts import count
-from support.lockserver import LockServerProcess, lock_server, postgres_url
+from support.lockserver import LockServerProcess, lock_server, postgres_url, until
 from support.program import PATIENCE_S, command
 
 
@@ -448,30 +447,6 @@ async def test_a_blocking_acquire_without_an_answer_gives_back_what_it_may_have_
         await until_held(direct, name, held=False)
 
 
-async def test_a_forked_child_shares_no_connection_with_its_parent(proxy: Proxy, name: str) -> None:
-    with LockClient(f"http://127.0.0.1:{proxy.port}") as client:
-        lease = await asyncio.to_thread(client.acquire, name, 60.0)
-        assert proxy.accepted == 1
-        inside_r, inside_w = os.pipe()
-        pid = os.fork()
-        if pid == 0:  # the child: says one letter for each truth, and leaves without cleaning up
-            said = b"n" if not lease.valid else b"?"
-            with contextlib.suppress(BaseException):
-                said += b"y" if client.get(name).held else b"?"
-                said += b"s" if client.acquire(f"{name}/child", 5.0).valid else b"?"
-            os.write(inside_w, said)
-            os._exit(0)
-        os.close(inside_w)
-        try:
-            assert await asyncio.to_thread(os.read, inside_r, 10) == b"nys"
-            assert proxy.accepted == 2
-            assert await asyncio.to_thread(client.release, lease) is True
-            assert proxy.accepted == 2, "the child has closed its parent's connection"
-        finally:
-            os.close(inside_r)
-            await asyncio.to_thread(os.waitpid, pid, 0)
-
-
 def in_a_child(tell: Callable[[], bytes]) -> bytes:
     """What a forked child says; b"" if it says nothing in time."""
     read, write = os.pipe()
@@ -511,6 +486,22 @@ def locked_by_another_thread(*locks: Any) -> Iterator[None]:
     finally:
         go.set()
         thread.join()
+
+
+async def test_a_forked_child_shares_no_connection_with_its_parent(proxy: Proxy, name: str) -> None:
+    with LockClient(f"http://127.0.0.1:{proxy.port}") as client:
+        lease = await asyncio.to_thread(client.acquire, name, 60.0)
+        assert proxy.accepted == 1
+
+        def use() -> bytes:
+            truths = [not lease.valid, client.get(name).held, client.acquire(f"{name}/child", 5.0).valid]
+            return b"used" if all(truths) else repr(truths).encode()
+
+        # Not in this thread: the proxy is served by it.
+        assert await asyncio.to_thread(in_a_child, use) == b"used"
+        assert proxy.accepted == 2
+        assert await asyncio.to_thread(client.release, lease) is True
+        assert proxy.accepted == 2, "the child has closed its parent's connection"
 
 
 def test_a_forked_child_ends_nothing_of_its_parent_and_waits_for_nobody(server: LockServerProcess, name: str) -> None:
@@ -567,8 +558,7 @@ def test_a_forked_child_has_a_heart_of_its_own(server: LockServerProcess, name: 
             lease = client.acquire(f"{name}/child", 60.0)
             granted_until = lease.deadline
             client.start_heartbeat(lease, 0.01)
-            while lease.deadline == granted_until:
-                time.sleep(0.001)
+            until(lambda: lease.deadline > granted_until)
             return b"renewed"
 
         assert in_a_child(beat) == b"renewed"

@@ -1,7 +1,6 @@
 """Who may look: each path without a token, with a wrong one, by a session, and by a session that has ended."""
 
 import re
-import signal
 import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
@@ -11,13 +10,14 @@ from urllib.parse import urlencode
 import pytest
 
 from pgleaderlock._http.answers import Refusal
-from pgleaderlock._http.tokens import Tokens
+from pgleaderlock._http.tokens import Caller, Tokens
 from pgleaderlock.dashboard import sessions
 from pgleaderlock.dashboard.app import _cookie
 from pgleaderlock.dashboard.sessions import Session, Sessions, check_same_origin, cookie_name
 from support.dashboards import Book, dashboard, json_of, ledger, opened, token_file
 from support.lockserver import ADMIN_TOKEN, PLAIN_TOKEN, PREFIX_TOKEN, LockServerProcess, Reply, acquire, lock_server
 
+PINGS_OFTEN = "from pgleaderlock.dashboard import _streaming; _streaming.PING_S = 0.05"
 SECRET_ROLE = "secret-role"
 SECRET_NODE = "secret-node"
 SECRET_LOCK = "secret-lock"
@@ -296,7 +296,7 @@ def test_sessions_end_and_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     def session(secret: str) -> Session | None:
         return found.find({b"cookie": f"a=b; {sessions.COOKIE}={secret}".encode()})
 
-    secrets = [found.open(header_of(name), tokens) for name in "01234"]
+    secrets = [found.open(Caller(name), header_of(name), tokens) for name in "01234"]
     assert [session(secret) is not None for secret in secrets] == [False, False, True, True, True]
     last = session(secrets[-1])
     assert last is not None
@@ -305,7 +305,7 @@ def test_sessions_end_and_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (session(secrets[-1]), last.over) == (None, True)
     monkeypatch.setattr(time, "monotonic", lambda: 1e12)
     assert [session(secret) for secret in secrets] == [None] * 5
-    assert session(found.open(header_of("0"), tokens)) is not None
+    assert session(found.open(Caller("0"), header_of("0"), tokens)) is not None
     assert len(found._sessions) == 1, "those that have ended are gone"
 
 
@@ -316,8 +316,8 @@ def test_whoever_signs_in_again_and_again_signs_nobody_else_out(
     monkeypatch.setattr(sessions, "SESSIONS_EACH_MAX", 3)
     tokens = tokens_of(tmp_path, "other", "busy")
     found = Sessions()
-    other = found.open(header_of("other"), tokens)
-    own = [found.open(header_of("busy"), tokens) for _ in range(20)]
+    other = found.open(Caller("other"), header_of("other"), tokens)
+    own = [found.open(Caller("busy"), header_of("busy"), tokens) for _ in range(20)]
     lasts = [found.find({b"cookie": f"{sessions.COOKIE}={secret}".encode()}) is not None for secret in (other, *own)]
     assert lasts == [True, *[False] * 17, True, True, True]
 
@@ -332,8 +332,7 @@ def test_without_tokens_there_is_nothing_to_sign_in_to(book: Book, tmp_path: Pat
 
 
 def test_a_stream_ends_with_the_session_that_it_was_opened_with(book: Book, tmp_path: Path) -> None:
-    quick = "from pgleaderlock.dashboard import _streaming; _streaming.PING_S = 0.05"
-    with dashboard(book.reader, tokens=token_file(tmp_path), code=quick) as server:
+    with dashboard(book.reader, tokens=token_file(tmp_path), code=PINGS_OFTEN) as server:
         cookie = cookie_of(sign_in(server, PLAIN_TOKEN))
         with opened(server, Cookie=cookie) as stream:
             stream.until("leaders")
@@ -344,9 +343,8 @@ def test_a_stream_ends_with_the_session_that_it_was_opened_with(book: Book, tmp_
 
 @pytest.mark.parametrize("change", ["another token", "another prefix"])
 def test_a_session_ends_with_its_token_and_its_stream_too(book: Book, tmp_path: Path, change: str) -> None:
-    quick = "from pgleaderlock.dashboard import _streaming; _streaming.PING_S = 0.05"
     tokens = token_file(tmp_path)
-    with dashboard(book.reader, tokens=tokens, code=quick) as server:
+    with dashboard(book.reader, tokens=tokens, code=PINGS_OFTEN) as server:
         cookie, other = (cookie_of(sign_in(server, token)) for token in (PLAIN_TOKEN, ADMIN_TOKEN))
         with opened(server, Cookie=cookie) as stream:
             stream.until("leaders")
@@ -355,31 +353,27 @@ def test_a_session_ends_with_its_token_and_its_stream_too(book: Book, tmp_path: 
             new = "another-token-than-before" if change == "another token" else with_prefix
             before = tokens.read_text()
             tokens.write_text(before.replace(PLAIN_TOKEN, new))
-            server.program.signal(signal.SIGHUP)
-            server.program.until("reloaded")
+            server.reload()
             assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 401
             assert bare(server, "GET", "/v1/leaders", Cookie=other).status == 200
             with pytest.raises(AssertionError, match="has ended"):
                 stream.until("never")
             tokens.write_text(before)
-            server.program.signal(signal.SIGHUP)
-            server.program.until("reloaded", times=2)
+            server.reload(times=2)
             assert bare(server, "GET", "/v1/leaders", Cookie=cookie).status == 401, "it has ended for good"
 
 
 def test_a_stream_ends_with_the_token_that_it_was_opened_with(book: Book, tmp_path: Path) -> None:
-    quick = "from pgleaderlock.dashboard import _streaming; _streaming.PING_S = 0.05"
     tokens = token_file(tmp_path)
     with (
-        dashboard(book.reader, tokens=tokens, code=quick) as server,
+        dashboard(book.reader, tokens=tokens, code=PINGS_OFTEN) as server,
         opened(server, Authorization=f"Bearer {PLAIN_TOKEN}") as stream,
         opened(server, Authorization=f"Bearer {ADMIN_TOKEN}") as other,
     ):
         stream.until("leaders")
         other.until("leaders")
         tokens.write_text(tokens.read_text().replace(PLAIN_TOKEN, "another-token-than-before"))
-        server.program.signal(signal.SIGHUP)
-        server.program.until("reloaded")
+        server.reload()
         with pytest.raises(AssertionError, match="has ended"):
             stream.until("never")
         book.event("acquired", SECRET_ROLE, SECRET_NODE)

@@ -13,6 +13,7 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,7 @@ __all__ = [
     "certificate",
     "connected",
     "everything",
+    "is_answered_200",
     "lease_of",
     "lock_server",
     "metrics",
@@ -112,6 +114,16 @@ class LockServerProcess:
             answer = connection.getresponse()
             shown = {name.lower(): value for name, value in answer.getheaders()}
             return Reply(answer.status, shown, answer.read())
+
+    def reload(self, times: int = 1) -> None:
+        """Asks it to read its files again, and waits until it has, so many times since its start."""
+        self.program.signal(signal.SIGHUP)
+        self.program.until("reloaded", times=times)
+
+    def over_tls(self, cert: Path) -> ssl.SSLSocket:
+        """A connection that trusts this certificate alone."""
+        connection = socket.create_connection((self.host, self.port), timeout=PATIENCE_S)
+        return ssl.create_default_context(cafile=str(cert)).wrap_socket(connection, server_hostname="127.0.0.1")
 
     def stop(self) -> int:
         """Ends it gracefully; gives its exit code."""
@@ -196,6 +208,11 @@ def postgres_url(dsn: str) -> str:
     """A `--store` on this database, from a DSN of key words."""
     parts = {key: quote(str(value), safe="") for key, value in conninfo_to_dict(dsn).items()}
     return f"postgresql://{parts['user']}:{parts['password']}@{parts['host']}:{parts['port']}/{parts['dbname']}"
+
+
+def is_answered_200(connection: socket.socket, path: str, *lines: str) -> bool:
+    connection.sendall("\r\n".join([f"GET {path} HTTP/1.1", "Host: 127.0.0.1", *lines, "", ""]).encode())
+    return connection.recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:

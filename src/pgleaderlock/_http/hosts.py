@@ -4,13 +4,14 @@ A page in somebody's browser can point a name of its own at 127.0.0.1, and is th
 listens there. It cannot change the Host header: that still carries the page's own name. So a name is accepted only if
 it is ours. An IP address is always accepted, because a page that was loaded from a name never sends one.
 
-Imports `answers`. Must never look a name up: the answer would come from whoever is to be kept out.
+Imports `answers` and `errors`. Must never look a name up: the answer would come from whoever is to be kept out.
 """
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from pgleaderlock._http.answers import Refusal
+from pgleaderlock.errors import ConfigurationError
 
 __all__ = ["HostCheck"]
 
@@ -21,7 +22,11 @@ _REMEMBERED_MAX = 256
 class HostCheck:
     """Call it with the Host header of a request; raises `Refusal`."""
 
-    def __init__(self, allowed: Iterable[str]) -> None:
+    def __init__(self, allowed: Collection[str]) -> None:
+        """Raises `ConfigurationError` for what no Host header could be."""
+        for name in allowed:
+            if "/" in name:
+                raise ConfigurationError(f"--allowed-host {name}: give the name alone, as in locks.example")
         names = {name.lower().rstrip(".") for name in allowed}
         self._any = _ANY in names
         self._names = names | {"localhost"}

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pgleaderlock._http.connections import App, AtOnce, Connections
 from pgleaderlock._http.http1 import Connection
-from pgleaderlock._http.tokens import Callers, Tokens
+from pgleaderlock._http.tokens import Tokens
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
 
@@ -136,15 +136,10 @@ class HttpServer:
     async def reload(self, tokens: Tokens | None) -> None:
         """Reads anew who may ask and, for connections to come, the certificate. Raises `ConfigurationError`, and then
         both stay as they were."""
-
-        def read() -> "tuple[ssl.SSLContext | None, Callers | None]":
-            context = None if self._tls is None else _usable_context(self._tls)
-            return context, None if tokens is None else tokens.read_again()
-
-        context, callers = await asyncio.to_thread(read)
+        context = None if self._tls is None else await asyncio.to_thread(_usable_context, self._tls)
+        if tokens is not None:
+            tokens.replace(await asyncio.to_thread(tokens.read_again))
         self._context = context
-        if tokens is not None and callers is not None:
-            tokens.replace(callers)
 
     def start(self) -> None:
         self._tasks = [asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._sweep())]

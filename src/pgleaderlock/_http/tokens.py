@@ -24,7 +24,7 @@ from pgleaderlock._http.answers import Refusal
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError
 
-__all__ = ["ANYONE", "Caller", "Callers", "Tokens"]
+__all__ = ["ANYONE", "Caller", "Tokens"]
 
 _TOKEN_CHARS_MIN = 16
 _TOKEN_CHARS_MAX = 512

@@ -9,17 +9,18 @@ from dataclasses import dataclass, field
 
 __all__ = ["COUNTED", "Figures", "Latencies"]
 
-COUNTED = (
-    "acquired",
-    "held",
-    "released",
-    "lost",
-    "crashed",
-    "stalled",
-    "stale_writes_refused",
-    "stale_renewals_refused",
-    "errors",
-)
+COUNTED = {
+    "acquired": "acquired",
+    "held": "refused: held by another",
+    "released": "released",
+    "lost": "lost while holding",
+    "crashed": "crashed on purpose",
+    "stalled": "stalled on purpose",
+    "stale_writes_refused": "stale writes refused",
+    "stale_renewals_refused": "stale renewals refused",
+    "errors": "no answer, or an error",
+}
+"""What is counted, and how it is called where people read it."""
 # Neighbouring buckets differ by two hundredths: that is how exact a percentile is.
 _STEP = math.log(1.02)
 _LEAST_S = 1e-6

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from pgleaderlock.cli._load_engine import Run
+from pgleaderlock.cli._load_figures import COUNTED
 from pgleaderlock.cli._output import stdout_console
 from pgleaderlock.cli._table import print_table
 
@@ -20,17 +21,6 @@ __all__ = ["report", "show_progress"]
 
 FRAMES_PER_S = 4
 LINE_EVERY_S = 1.0
-_COUNTS = (
-    ("acquired", "acquired"),
-    ("held", "refused: held by another"),
-    ("released", "released"),
-    ("lost", "lost while holding"),
-    ("crashed", "crashed on purpose"),
-    ("stalled", "stalled on purpose"),
-    ("stale_writes_refused", "stale writes refused"),
-    ("stale_renewals_refused", "stale renewals refused"),
-    ("errors", "no answer, or an error"),
-)
 
 
 async def show_progress(run: Run) -> None:
@@ -103,7 +93,7 @@ def _tables(run: Run) -> "list[Table]":
     counts.add_column("a second", justify="right", no_wrap=True)
     broken = run.violations.total
     counts.add_row(Text("violations", style="bold red" if broken else "green"), str(broken), "")
-    for key, words in _COUNTS:
+    for key, words in COUNTED.items():
         count = run.figures.counts[key]
         counts.add_row(words, str(count), f"{count / seconds:.1f}")
     writes = sum(resource.writes for resource in run.resources.values())

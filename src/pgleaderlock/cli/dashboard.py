@@ -15,7 +15,7 @@ from pgleaderlock.cli._operations import channel_option, namespace_option
 from pgleaderlock.cli._output import EXIT_OK, dsn_option
 from pgleaderlock.cli._reach import explained, hopeless
 from pgleaderlock.cli._signals import Reloader
-from pgleaderlock.cli.serve import allow_descriptors, check_extra, hosts_of, run_until_signal, tls_of
+from pgleaderlock.cli.serve import allow_descriptors, check_extra, run_until_signal, tls_of
 from pgleaderlock.errors import ConnectionError
 
 __all__ = ["dashboard"]
@@ -62,7 +62,7 @@ def dashboard(dsn: str, namespace: str, channel: str, log_format: str, log_level
         host=options["host"].strip(),
         port=options["port"],
         token_file=options["token_file"],
-        allowed_hosts=hosts_of(options["allowed_host"]),
+        allowed_hosts=tuple(options["allowed_host"]),
         tls=tls_of(options["tls_cert"], options["tls_key"]),
         access_log=options["access_log"],
         serving=ServingLimits(connections_max=options["max_connections"], header_timeout_s=30.0),

@@ -10,7 +10,7 @@ import gc
 import importlib.util
 import resource
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pgleaderlock.dashboard.run import LedgerSettings
     from pgleaderlock.server.run import ServerSettings
 
-__all__ = ["allow_descriptors", "check_extra", "hosts_of", "run_until_signal", "serve", "tls_of"]
+__all__ = ["allow_descriptors", "check_extra", "run_until_signal", "serve", "tls_of"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -203,26 +203,16 @@ def tls_of(cert: Path | None, key: Path | None) -> "Tls | None":
     return Tls(cert, key)
 
 
-def hosts_of(names: Sequence[str]) -> tuple[str, ...]:
-    for name in names:
-        if "/" in name:
-            raise click.UsageError(f"--allowed-host {name}: give the name alone, as in locks.example")
-    return tuple(names)
-
-
 def _settings(options: dict[str, Any]) -> "ServerSettings":
     from pgleaderlock._http.serving import ServingLimits  # noqa: PLC0415 - as above.
     from pgleaderlock.server.run import ServerSettings  # noqa: PLC0415
     from pgleaderlock.server.service import ServiceLimits  # noqa: PLC0415
-    from pgleaderlock.server.wire import WAIT_MS_MAX  # noqa: PLC0415
 
-    if options["max_wait"] * 1000 > WAIT_MS_MAX:
-        raise click.UsageError(f"--max-wait is {WAIT_MS_MAX // 1000}s at most: no client may ask for more")
     return ServerSettings(
         host=options["host"].strip(),
         port=options["port"],
         token_file=options["token_file"],
-        allowed_hosts=hosts_of(options["allowed_host"]),
+        allowed_hosts=tuple(options["allowed_host"]),
         tls=tls_of(options["tls_cert"], options["tls_key"]),
         body_timeout_s=options["body_timeout"],
         access_log=options["access_log"],

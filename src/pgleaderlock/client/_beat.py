@@ -91,10 +91,8 @@ class HeartbeatPlan:
 
     def _look(self, now: float) -> Look:
         for beat in list(self._beats.values()):
-            if beat.lease._state is not LeaseState.HELD:  # noqa: SLF001 - what only the clock has ended is told below
-                self.discard(beat.lease)
-            elif beat.lease.deadline <= now:
-                self._lose(beat, "deadline")
+            if beat.lease.state is not LeaseState.HELD:
+                self._lose(beat, "deadline")  # unless it has been ended already, by whomever
         due: list[Beat] = []
         idle = [beat for beat in self._beats.values() if not beat.under_way]
         if any(beat.due_at <= now for beat in idle):

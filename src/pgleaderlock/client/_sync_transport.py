@@ -7,7 +7,6 @@ never decide whether something is tried again: a flow does.
 """
 
 import contextlib
-import os
 import select
 import socket
 import threading
@@ -117,18 +116,22 @@ class SyncPool:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._closed = False
-        self._idle: dict[Endpoint, list[_Connection]] = {}
-        self._begin_anew()
+        self._begin()
 
-    def _begin_anew(self) -> None:
-        self._idle = {endpoint: [] for endpoint in self._core.endpoints}
+    def _begin(self) -> None:
+        self._idle: dict[Endpoint, list[_Connection]] = {endpoint: [] for endpoint in self._core.endpoints}
         self._mutex = threading.Lock()
         self._slots = _Slots(self._core.connections_max)
-        self._pid = os.getpid()
+
+    def begin_anew(self) -> None:
+        """In a forked child: closed here, its parent's connections stay open there."""
+        idle = self._idle
+        self._begin()
+        for connections in idle.values():
+            for connection in connections:
+                connection.close()
 
     def exchange(self, send: Send) -> Reply:
-        if self._pid != os.getpid():
-            self._forget_parents()
         slots = self._slots
         slots.take(waits=send.waits)
         try:
@@ -166,14 +169,6 @@ class SyncPool:
             if connection.silent:
                 return connection
             connection.close()
-
-    def _forget_parents(self) -> None:
-        # Closed here, they stay open in the parent. The old mutex may be held by a thread that does not exist here.
-        idle = self._idle
-        self._begin_anew()
-        for connections in idle.values():
-            for connection in connections:
-                connection.close()
 
     def _connect(self, send: Send) -> _Connection:
         self.check_open()

@@ -250,7 +250,7 @@ class DashboardApp:
             authorization = b"Bearer " + given.get("token", "").strip().encode()
             caller = tokens.caller(authorization)
             self._sessions.close(headers)  # whoever signs in anew has no use for the old one
-            secret = self._sessions.open(authorization, tokens)
+            secret = self._sessions.open(caller, authorization, tokens)
             self._log.info("signed_in", name=caller.name, client=_client(scope))
             return _elsewhere("/", (b"set-cookie", _cookie(secret, int(LASTS_S), scope, headers)))
         self._log.warning("sign_in_refused", client=_client(scope))

@@ -118,6 +118,7 @@ class DashboardServer:
         self._settings = settings
         self._hopeless = hopeless
         self._log = get_logger("pgleaderlock.dashboard")
+        self._hosts = HostCheck([settings.host, *settings.allowed_hosts])
         self._tokens = Tokens(settings.token_file) if settings.token_file is not None else None
         self._ready: tuple[float, Refusal | None] = (float("-inf"), None)
         self._checking = asyncio.Lock()
@@ -139,9 +140,8 @@ class DashboardServer:
         streams_max = max(1, limits.connections_max - _OTHER_CONNECTIONS)
         self._feed = Feed(ledger.dsn, ledger.namespace, ledger.channel, streams_max=streams_max)
         waits = Waits(limits.header_timeout_s)
-        hosts = HostCheck([settings.host, *settings.allowed_hosts])
         self._app = DashboardApp(
-            Rules(hosts, self._tokens, waits, access_log=settings.access_log),
+            Rules(self._hosts, self._tokens, waits, access_log=settings.access_log),
             api=Api(self._ledger, ledger.namespace),
             feed=self._feed,
             inner=None,

@@ -56,9 +56,8 @@ class Sessions:
         self._key = secrets.token_bytes(32)
         self._sessions: dict[bytes, Session] = {}
 
-    def open(self, authorization: bytes, tokens: Tokens) -> str:
-        """A new session; what it gives is for the cookie. Raises `Refusal` 401."""
-        caller = tokens.caller(authorization)
+    def open(self, caller: Caller, authorization: bytes, tokens: Tokens) -> str:
+        """A new session; what it gives is for the cookie."""
         for old in [key for key, session in self._sessions.items() if session.over]:
             del self._sessions[old]
         own = [key for key, session in self._sessions.items() if session.caller == caller]

@@ -4,7 +4,8 @@ With a million locks nearly every grant changes a page of its own, and to copy t
 thousands of grants. SQLite can do that from another connection while the writer goes on. Only the last bit is the
 writer's: the log starts again at its beginning when all of it has been copied and nobody has written meanwhile.
 
-Imports apsw and the standard library. Must never keep the writer waiting, and never write but what the log has.
+Imports apsw and the standard library. Must never keep the writer waiting, unless the log is in doubt, and never write
+but what the log has.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import apsw
 __all__ = ["Log"]
 
 COPY_S_MAX = 30.0
+"""How long a writer that has to copy everything waits for the copier to end: two cannot copy at once."""
 COPY_FACTOR = 4
 """The writer finishes the copying itself when the log is so many times longer than it should be."""
 
@@ -59,7 +61,7 @@ class Log:
 
     def start_again(self) -> None:
         """All of the log into the file, now, in the writer's thread and outside a transaction; raises if it cannot."""
-        self._idle.wait(COPY_S_MAX)  # our own copier is no other program that has locked the file
+        self._idle.wait(COPY_S_MAX)
         self.doubtful = False  # before: the other thread may find out meanwhile that it is so again
         try:
             self._writer.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)

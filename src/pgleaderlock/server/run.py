@@ -118,6 +118,7 @@ class LockServer:
         self._store = store
         self._settings = settings
         self._mount = mount
+        self._hosts = HostCheck([settings.host, *settings.allowed_hosts])
         self._tokens = Tokens(settings.token_file) if settings.token_file is not None else None
         self._log = get_logger("pgleaderlock.server")
         self._background: list[asyncio.Task[None]] = []
@@ -146,12 +147,11 @@ class LockServer:
         metrics = Metrics()
         service = Service(self._store, metrics, settings.service)
         waits = Waits(settings.body_timeout_s)
-        hosts = HostCheck([settings.host, *settings.allowed_hosts])
         locks = LockApp(
             service,
             metrics,
             waits,
-            hosts=hosts,
+            hosts=self._hosts,
             tokens=self._tokens,
             openapi=openapi_bytes(more),
             access_log=settings.access_log,
@@ -159,7 +159,12 @@ class LockServer:
         self._apps: list[Front] = [locks]
         if self._mount is not None:
             inside = Inside(
-                locks, hosts, self._tokens, waits, settings.serving.connections_max, access_log=settings.access_log
+                locks,
+                self._hosts,
+                self._tokens,
+                waits,
+                settings.serving.connections_max,
+                access_log=settings.access_log,
             )
             self._apps.append(self._mount.wrap(inside))
         self._http = HttpServer(self._apps[-1], listening, settings.serving, settings.tls, locks.at_once)

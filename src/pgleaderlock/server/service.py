@@ -15,6 +15,7 @@ from pgleaderlock._http.answers import Answer, ErrorReply, Refusal, answer_of, d
 from pgleaderlock._http.bodies import ClientGone, stopping
 from pgleaderlock._http.tokens import Caller
 from pgleaderlock._logging import get_logger
+from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.server import wire
 from pgleaderlock.server.metrics import Metrics
 from pgleaderlock.server.store import (
@@ -51,6 +52,11 @@ class ServiceLimits:
     wait_ms_max: int = wire.WAIT_MS_MAX
     """A request that would wait longer is answered after this."""
     sweep_interval_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.wait_ms_max > wire.WAIT_MS_MAX:
+            longest_s = wire.WAIT_MS_MAX // 1000
+            raise ConfigurationError(f"--max-wait is {longest_s}s at most: no client may ask for more")
 
 
 class Service:
@@ -290,7 +296,7 @@ class Service:
             try:
                 seen = await self._store.sweep()
             except StoreError as error:
-                self._log_store_error(error)
+                self._log_store_failure(str(error) or type(error).__name__)
             else:
                 self._metrics.locks_held = seen.held
                 self._metrics.lock_expired += seen.expired
@@ -313,20 +319,20 @@ class Service:
         return defect()
 
     def _unavailable(self, error: Exception) -> Refusal:
-        self._log_store_error(error)
+        self._log_store_failure(str(error) or type(error).__name__)
         return Refusal(503, "the store cannot be used now: the server's log says why", _RETRY_SOON)
 
     def _full(self, outcome: StoreFull) -> str:
         text = f"the server stores {outcome.locks_max} locks already, which is its limit (--max-locks)"
-        self._log_store_error(StoreError(text))
+        self._log_store_failure(text)
         return text
 
-    def _log_store_error(self, error: Exception) -> None:
+    def _log_store_failure(self, text: str) -> None:
         # A broken disk fails every request: one line every few seconds says as much as thousands.
         now = time.monotonic()
         if now - self._store_error_logged_at >= _STORE_ERROR_LOG_INTERVAL_S:
             self._store_error_logged_at = now
-            self._log.error("store_failed", error=str(error) or type(error).__name__)
+            self._log.error("store_failed", error=text)
 
 
 class _Asked:
