@@ -56,6 +56,7 @@ from support.elections import (
     somebody_acts,
     until,
 )
+from support.ledger_node import ledger_node
 from support.server_side import holders, terminate
 
 # One that has stepped down lets the others go first for so long that, on a busy machine too, it is they who win.
@@ -340,28 +341,60 @@ async def test_an_instant_takeover_does_not_make_the_next_safe_one_forget_the_fi
             assert not safe.gate(role).is_leader, "it opened at once, while the frozen one may still act"
 
 
+def lose_the_next_bump_of(node_id: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Committed, and never heard of. What is returned fills with the session in which it happened."""
+    real = Ledger.bump
+    lost: list[int] = []
+
+    async def bump(self: Ledger, *args: Any, **kwargs: Any) -> list[Bump]:
+        answer = await real(self, *args, **kwargs)
+        if not lost and self._identity.node_id == node_id and any(bump.outcome == "won" for bump in answer):
+            lost.append(self.session_id)
+            raise ConnectionError("the answer was lost on its way")
+        return answer
+
+    monkeypatch.setattr(Ledger, "bump", bump)
+    return lost
+
+
 async def test_a_node_that_never_heard_of_its_own_bump_still_waits(
     node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bump is committed, its answer lost: the next session of this process finds itself as the predecessor."""
     waits = LeaderElection(node_dsn, role, node_id="waits", **PATIENT)
-    real = Ledger.bump
-    lost: list[bool] = []
-
-    async def bump(self: Ledger, *args: Any, **kwargs: Any) -> list[Bump]:
-        answer = await real(self, *args, **kwargs)
-        if not lost and self._identity.node_id == "waits":
-            lost.append(True)
-            raise ConnectionError("the answer was lost on its way")
-        return answer
-
     async with a_predecessor_that_still_acts(node_dsn, role):
-        monkeypatch.setattr(Ledger, "bump", bump)
+        lost = lose_the_next_bump_of("waits", monkeypatch)
         async with waits:
             terminate(node_dsn, key_pair(role))
             await until(lambda: waits.state(role) is LockState.LEADER)
             assert lost
             assert not waits.gate(role).is_leader, "it opened at once, while the frozen one may still act"
+
+
+async def test_a_node_that_led_before_on_the_session_of_the_lost_answer_still_waits(
+    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last term that it has heard of was on that very session, but somebody else has led since."""
+    first = LeaderElection(node_dsn, role, node_id="first", **PATIENT)
+    with ledger_node(node_dsn, "second") as second:
+        async with first:
+            await opens(first, role)
+            session_id = first._engine._board.ledger.session_id  # type: ignore[union-attr]
+            queued = asyncio.ensure_future(asyncio.to_thread(second.wait_for_lock, role))
+            await until(lambda: waits_for_a_lock(node_dsn, second.conn.info.backend_pid), "the second one to queue up")
+            await bounded(first.step_down(role))
+            await bounded(queued)
+            assert second.bump(role)["prev_clean"]  # it may act from now on, and for minutes
+            lost = lose_the_next_bump_of("first", monkeypatch)
+            second.conn.close()
+            await until(lambda: first.state(role) is LockState.LEADER)
+            assert lost == [session_id]
+            assert not first.gate(role).is_leader, "it opened at once, while the second one may still act"
+
+
+def waits_for_a_lock(dsn: str, pid: int) -> bool:
+    query = "SELECT EXISTS (SELECT FROM pg_locks WHERE pid = %s AND locktype = 'advisory' AND NOT granted) AS waits"
+    return bool(one(dsn, query, pid)["waits"])
 
 
 # --- The stream of changes

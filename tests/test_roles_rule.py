@@ -139,22 +139,23 @@ def test_after_an_epoch_was_advanced_by_hand_the_wait_is_counted_from_the_win(ro
 
 
 def test_its_own_settled_term_is_not_waited_for(role: Role) -> None:
-    role.settled_at, role.term_session_id = 60.0, LOST.prev_session_id
+    role.settled_at, role.heard_epoch = 60.0, 7
     assert when(role, replace(LOST, prev_instance=ME)) == 100.0
 
 
 def test_after_its_own_unsettled_term_it_waits_for_what_that_one_was_waiting_for(role: Role) -> None:
-    role.settled_at, role.term_session_id = 112.0, LOST.prev_session_id
+    role.settled_at, role.heard_epoch = 112.0, 7
     assert when(role, replace(LOST, prev_instance=ME)) == 112.0
 
 
 def test_its_own_term_of_which_it_never_heard_is_waited_for_like_any_other(role: Role) -> None:
-    role.settled_at, role.term_session_id = 60.0, 39
+    """On whichever session it was: epoch 7 came between the one that it heard of and the new one."""
+    role.settled_at, role.heard_epoch = 60.0, 6
     assert when(role, replace(LOST, prev_instance=ME)) == 107.0
 
 
 def test_the_same_node_name_in_another_process_is_somebody_else(role: Role) -> None:
-    role.settled_at = 60.0
+    role.settled_at, role.heard_epoch = 60.0, 7
     assert when(role, replace(LOST, prev_instance=OTHER)) == 107.0
 
 

@@ -69,8 +69,8 @@ class Role:
         """When the last try for the lock was sent."""
         self.began_at = 0.0
         """When the last term began, on this node's clock."""
-        self.term_session_id: int | None = None
-        """The session in which the last term began that this node has heard of."""
+        self.heard_epoch: int | None = None
+        """The epoch of the last term of its own that this process has heard of."""
         self.settled_at = 0.0
         """When the predecessors of the last term could no longer act, on this node's clock."""
 
@@ -128,6 +128,10 @@ def is_failover(role: Role, bump: Bump, *, own_instance: str, own_node_id: str) 
     return not look.ended and look.node_id != own_node_id
 
 
+def _is_next(epoch: int | None, heard: int | None) -> bool:
+    return epoch is not None and heard is not None and epoch == heard + 1
+
+
 def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str) -> float:
     """When the gate of a new term may open, on this node's clock; `won_at` is the clock after the bump's reply.
 
@@ -138,9 +142,10 @@ def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str) -> flo
     """
     if bump.prev_clean:
         return won_at
-    if bump.prev_instance == own_instance and bump.prev_session_id == role.term_session_id:
-        # This very process led before, and its gate has been shut since: only what it was itself waiting for remains. A
-        # term of its own that it never heard of (the answer was lost) is another matter: it knows nothing of that wait.
+    if bump.prev_instance == own_instance and _is_next(bump.epoch, role.heard_epoch):
+        # This very process led the term before, and its gate has been shut since: only what it was itself waiting for
+        # remains. The epoch decides, not the session: one session can win a second term whose answer is lost, and of
+        # what that term had to wait for this process knows nothing.
         return max(won_at, role.settled_at)
     seen = role.sight
     first_seen = won_at

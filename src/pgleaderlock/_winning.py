@@ -167,7 +167,7 @@ class Winning:
         token = LeaderToken(role.name, bump.epoch, self._identity.holder_identity, self._identity.namespace)
         # An instant takeover opens at once, but it has not waited anybody out: whoever follows it still has to.
         role.settled_at = opens_at(role, bump, won_at, own_instance=self._identity.instance)
-        role.term_session_id = self._board.there().session_id
+        role.heard_epoch = bump.epoch
         opening = won_at if self._settings.instant else role.settled_at
         role.settled_told = False
         role.release_asked = role.drained  # though it may be resumed before the next tick: somebody waits for it
