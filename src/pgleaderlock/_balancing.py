@@ -56,7 +56,7 @@ class Balancing:
     @property
     def on(self) -> bool:
         ledger = self._board.ledger
-        return self._board.settings.balance and ledger is not None and ledger.has_operations
+        return self._board.settings.balance and ledger is not None
 
     # --- Free roles
 

@@ -41,12 +41,18 @@ CONNECT_TIMEOUT_S = 10
 KEEPALIVE_S_MAX = 60.0
 APPLICATION_NAME_BYTES_MAX = 63
 
-# The session does not keep its promises unless these are exactly so.
+# The session does not keep its promises unless these are exactly so: set at connect, and read back before any lock is
+# taken. A DSN that asks for something else is refused.
 REQUIRED = {
     "idle_session_timeout": "0",
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
 }
+# The same for what people set for their own statements, and no statement of theirs runs here: ours wins. A warning that
+# the server does not send would be led on, and a function of the same name in another schema must not be found first.
+FORCED = {"client_min_messages": "warning", "search_path": "pg_catalog"}
+# Text from a database in SQL_ASCII would arrive as bytes. The protocol has a field of its own for this one.
+CLIENT_ENCODING = "UTF8"
 _STANDBY_ATTRS = ("standby", "prefer-standby", "read-only")
 _SECRETS = ("password", "sslpassword", "oauth_client_secret", "passfile")
 
@@ -109,10 +115,10 @@ def connect_params(dsn: str, settings: ConnectionSettings) -> dict[str, str]:
     if "," in hosts + given.get("hostaddr", "") and "target_session_attrs" not in given:
         ours["target_session_attrs"] = os.environ.get("PGTARGETSESSIONATTRS") or "primary"
     if not settings.allow_pooler:
-        # Later options win, so the user's come last; those that would break a promise were refused before.
+        # Later options win: the user's over ours, but for what we depend on.
         user_options = given.pop("options", None) or os.environ.get("PGOPTIONS", "")
-        ours["options"] = f"{_options(settings)} {user_options}".strip()
-    return {**ours, **given}
+        ours["options"] = " ".join(filter(None, [_options(settings), user_options, _as_options(FORCED)]))
+    return {**ours, **given, "client_encoding": CLIENT_ENCODING}
 
 
 def default_application_name(label: str) -> str:
@@ -176,6 +182,10 @@ def _options(settings: ConnectionSettings) -> str:
         "tcp_keepalives_count": "3",
         "tcp_user_timeout": str(int(keepalive_s * 1000 * 2 / 3)),
     }
+    return _as_options(values)
+
+
+def _as_options(values: Mapping[str, str]) -> str:
     return " ".join(f"-c {name}={value.replace(' ', chr(92) + ' ')}" for name, value in values.items())
 
 

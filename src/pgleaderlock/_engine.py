@@ -146,7 +146,7 @@ class Engine:
         if self._board.roles.get(role.name) is role:
             return
         self._board.roles = {**self._board.roles, role.name: role}
-        role.drained |= self._requests.draining
+        role.node_drained = self._requests.draining
         role.driver.feed(Input.START)
         self._hurry()
 
@@ -162,7 +162,8 @@ class Engine:
     def drain(self, roles: Collection[Role], *, everything: bool) -> Ended:
         """Give these up and let them be; the answer comes when none of them is held any more."""
         for role in roles:
-            role.drain()
+            role.drained_here |= not everything
+            role.release_asked = True  # even if it is resumed before that has begun
         if everything:
             self._requests.drain_node()
             self._hurry_to_beat()  # so that others see it
@@ -171,12 +172,12 @@ class Engine:
 
     def resume(self, roles: Collection[Role], *, everything: bool) -> None:
         """Roles that were drained are competed for again."""
-        for role in roles:
-            role.drained = False
-        self._releases.resumed(roles)
         if everything or self._requests.draining:
-            self._requests.resume_node(everything=everything)
+            self._requests.resume_node(roles)
             self._hurry_to_beat()
+        for role in roles:
+            role.drained_here = False
+        self._releases.resumed(roles)
         self._hurry()
 
     # --- The task
@@ -262,7 +263,7 @@ class Engine:
         self.acked_at = sent_at
         self._board.observers.tell("beaten", acked_at - sent_at)
         for role in settled:
-            role.settled_told = True
+            role.settled_told = role.name in beat.settled
         self._beat_due_at = sent_at + self._settings.heartbeat_interval_s * self._rng.uniform(0.8, 1.2)
         if (beat.roles, beat.epochs) != (len(led), sum(role.epoch or 0 for role in led)):
             await self._reconcile(led)
@@ -271,6 +272,8 @@ class Engine:
         for role in led:
             role.gate.renew(sent_at + self._settings.gate_s)
         await self._requests.obey(beat)
+        if self._requests.to_tell is not None:
+            self._hurry_to_beat()  # so that others see what this node has just begun
 
     async def _reconcile(self, led: list[Role]) -> None:
         """The ledger does not agree about what this session leads: an operator has advanced an epoch."""

@@ -90,29 +90,30 @@ class Releases:
         for_others = [request.request_id for role in roles for request in role.requests if request.to_node_id]
         if for_others:
             await ledger.reserve(for_others)
-        await ledger.end_terms(terms)
+        ended = await ledger.end_terms(terms)
+        settled = []
+        for role in roles:
+            role.released_clean = role.name in ended and terms[role.name][1]
+            requests, role.requests = role.requests, []
+            # Of those for another node, whoever leads next says that they are done.
+            settled += [(request.request_id, "done", _how(role)) for request in requests if not request.to_node_id]
+        await ledger.settle_requests(settled)  # before anybody else can lead, and settle them in its own way
         await ledger.unlock({role.name: role.keys for role in roles})
         others_first_until = board.clock.now() + board.settings.acquire_delay_s[1]
         for role in roles:
-            epoch, role.released_clean = terms[role.name]
+            epoch, _ = terms[role.name]
             role.holds_lock = False
             self._over(role, clean=role.released_clean)
             role.not_before = others_first_until
             role.driver.feed(Input.RELEASE_SUCCEEDED)
             board.observers.tell("lost", role.name, epoch, "released")
             board.observers.tell("drain_ended", role.name, role.released_clean)
-        settled = []
-        for role in roles:
-            requests, role.requests = role.requests, []
-            # Of those for another node, whoever leads next says that they are done.
-            settled += [(request.request_id, "done", _how(role)) for request in requests if not request.to_node_id]
-        await ledger.settle_requests(settled)
         await self._note("drain_ended", {role.name: _how(role) for role in roles if role.drained})
         return others_first_until
 
     async def _note(self, kind: str, details: Mapping[str, str | None]) -> None:
         """For people. Only of what was drained by somebody's wish: the rest is told by the end of its term."""
-        if details and self._board.there().has_operations:
+        if details:
             await self._board.there().note_drain(kind, details)
 
     # --- Out of the ordinary

@@ -4,8 +4,11 @@ Requests are rows, so they are obeyed however late they are read, and once: each
 `_board`, `_releases`, `ledger`, `models` and the standard library.
 """
 
+from collections.abc import Collection
+
 from pgleaderlock._board import Board
 from pgleaderlock._releases import Ended, Releases
+from pgleaderlock._roles import Role
 from pgleaderlock.ledger import Beat, Request, Settled
 from pgleaderlock.models import LockState
 
@@ -22,8 +25,9 @@ class Requests:
         """The node as a whole is drained: by its application, or by a request. Outlives the session."""
         self.to_tell: bool | None = None
         """What its application has decided, and the ledger has not heard yet."""
-        self._drains: dict[int, Ended] = {}
-        """Those that the ledger has open. Each is obeyed once, however often it is read."""
+        self._asked: dict[int, Ended | None] = {}
+        """What was asked of the node and is open in the ledger; with a drain, when it has ended. Each is obeyed once,
+        however often it is read."""
         self._unanswered: set[int] = set()
 
     # --- By its application
@@ -32,11 +36,11 @@ class Requests:
         self._set(draining=True)
         self.to_tell = True
 
-    def resume_node(self, *, everything: bool) -> None:
-        """Compete for all of them again; or for some, which is the end of the drain of the node as a whole."""
-        if everything:
-            self._set(draining=False)
-        self.draining = False
+    def resume_node(self, roles: Collection[Role]) -> None:
+        """Compete for these again, which ends the drain of the node as a whole. The others stay drained, by name."""
+        for role in self._board.roles.values():
+            role.drained_here |= role.node_drained and role not in roles
+        self._set(draining=False)
         self.to_tell = False
 
     def told(self, draining: bool | None) -> None:
@@ -48,37 +52,35 @@ class Requests:
 
     async def obey(self, beat: Beat) -> None:
         """Begin what the last heartbeat has told us of."""
-        if beat.draining is not None and self.to_tell is None and beat.draining != self.draining:
-            self._set(draining=beat.draining)
         settled, still_open = [], {request.request_id for request in beat.requests}
-        self._drains = {request_id: ended for request_id, ended in self._drains.items() if request_id in still_open}
+        self._asked = {request_id: ended for request_id, ended in self._asked.items() if request_id in still_open}
         for request in beat.requests:
             if request.kind == "step_down":
                 settled += self._step_down(request)
-            elif request.kind == "drain":
-                if request.request_id not in self._drains:
-                    self._obey(draining=True, recorded=beat.draining)
-                    roles = list(self._board.roles.values())
-                    self._drains[request.request_id] = self._releases.tell_when_free(roles)
-            elif request.kind == "resume":
-                self._obey(draining=False, recorded=beat.draining)
-                settled.append((request.request_id, "done", None))
-        # Until nobody has it open: an answer does not count while another session of this node is still at it.
-        self._unanswered = set(self._drains)
+            elif request.request_id not in self._asked:
+                self._set(draining=request.kind == "drain")
+                self.to_tell = self.draining
+                self._asked[request.request_id] = (
+                    self._releases.tell_when_free(list(self._board.roles.values())) if self.draining else None
+                )
+        # Again, until the ledger has closed it: other sessions of this node may still be at it.
+        self._unanswered = set(self._asked)
         await self._board.there().settle_requests(settled)
 
     async def finish(self) -> None:
-        """Write down the drains that have ended."""
-        for request_id in list(self._unanswered):
-            ended = self._drains[request_id]
-            if not self.draining:
-                await self._board.there().settle_request(request_id, "refused", "resumed before it had ended")
+        """Answer what was asked of the node and is done."""
+        answers: list[Settled] = []
+        for request_id in sorted(self._unanswered):
+            ended = self._asked[request_id]
+            if ended is None:
+                answers.append((request_id, "done", None))
+            elif not self.draining:
+                answers.append((request_id, "refused", "resumed before it had ended"))
             elif ended.done():
                 detail = "clean" if ended.result() else "not clean: work was still in flight, or a term was lost"
-                await self._board.there().settle_request(request_id, "done", detail)
-            else:
-                continue
-            self._unanswered.discard(request_id)
+                answers.append((request_id, "done", detail))
+        await self._board.there().settle_requests(answers)
+        self._unanswered -= {request_id for request_id, _, _ in answers}
 
     def _step_down(self, request: Request) -> list[Settled]:
         """Begin it; or answer what became of it already."""
@@ -95,17 +97,12 @@ class Requests:
         role.release_asked = True
         return []
 
-    def _obey(self, *, draining: bool, recorded: bool | None) -> None:
-        """The record says so already, unless the request was for an earlier session of ours: then it has to be told."""
-        self._set(draining=draining)
-        self.to_tell = None if recorded is draining else draining
-
     def _set(self, *, draining: bool) -> None:
+        """What its application has drained by name stays as it is."""
         self.draining = draining
-        for role in self._board.roles.values():
-            if draining:
-                role.drain()
-            else:
-                role.drained = False
+        roles = self._board.roles.values()
+        for role in roles:
+            role.node_drained = draining
+            role.release_asked |= draining
         if not draining:
-            self._releases.resumed(self._board.roles.values())
+            self._releases.resumed([role for role in roles if not role.drained])

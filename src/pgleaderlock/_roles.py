@@ -60,8 +60,10 @@ class Role:
         self.settled_told = False
         self.not_before = 0.0
         self.release_asked = False
-        self.drained = False
-        """Given up, and not competed for until it is resumed. Set at home, read by the engine."""
+        self.drained_here = False
+        """This role alone was drained, by its application. Set at home, read by the engine."""
+        self.node_drained = False
+        """The node as a whole was drained: by its application, or by a request."""
         self.released_clean = True
         """Whether the last term ended by a clean release."""
         self.requests: list[Request] = []
@@ -83,6 +85,11 @@ class Role:
         """Leading by the ledger: the term has begun and has not ended."""
         return self.driver.state in IN_TERM
 
+    @property
+    def drained(self) -> bool:
+        """Given up, and not competed for until it is resumed."""
+        return self.drained_here or self.node_drained
+
     def wanted(self, now: float) -> bool:
         """Is it competed for?"""
         return not self.drained and self.not_before <= now
@@ -91,11 +98,6 @@ class Role:
     def free(self) -> bool:
         """Nothing of it is held at the server, by lock or by term."""
         return not self.in_term and not self.holds_lock
-
-    def drain(self) -> None:
-        """Give it up, even if it is resumed before that has begun, and do not compete for it."""
-        self.drained = True
-        self.release_asked = True
 
     def walk_to_stopped(self) -> None:
         """By the table, from wherever it is. What it held is gone, or about to be."""

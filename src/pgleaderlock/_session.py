@@ -25,6 +25,8 @@ from psycopg.rows import BaseRowFactory, dict_row
 
 from pgleaderlock._connect import connect, patience_s, resolved, retrieve, sever
 from pgleaderlock._conninfo import (
+    CLIENT_ENCODING,
+    FORCED,
     REQUIRED,
     ConnectionSettings,
     Dsn,
@@ -49,6 +51,9 @@ Row = TypeVar("Row")
 VERSION_MIN = 140000
 SEVER_TIMEOUT_S = 1.0
 ZOMBIE_WAIT_MS = 1000
+# A wait for a synchronous standby that is cancelled, or ended by a shutdown, is a mere warning: committed here, and
+# perhaps nowhere else. Other warnings say nothing about the outcome.
+UNKNOWN_OUTCOME = frozenset({"01000", "57P01"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +120,8 @@ class DedicatedSession:
         self._deadlock_timeout_s = 1.0
         self._watched_fd = os.dup(connection.pgconn.socket)
         self.identity: SessionIdentity | None = None
-        self.warnings: list[str] = []
-        """What the server warned of during the last statement; a cancelled wait for a standby is only a warning."""
+        self.doubts: list[str] = []
+        """Warnings of the last statement after which nobody knows whether its effect will last."""
         _descriptors_of[self] = (connection.pgconn.socket, self._watched_fd)
         connection.add_notice_handler(self._remember_notice)
 
@@ -272,7 +277,7 @@ class DedicatedSession:
         self, name: str, params: Mapping[str, object], row_factory: Any, *, may_fail: bool = False
     ) -> list[Any]:
         self._unwatch()
-        self.warnings.clear()
+        self.doubts.clear()
         if self._loss.done():
             raise self._loss.result()
         timeout_s = self._settings.statement_timeout_s
@@ -371,8 +376,8 @@ class DedicatedSession:
     def _remember_notice(self, diagnostic: psycopg.errors.Diagnostic) -> None:
         if diagnostic.severity_nonlocalized in ("FATAL", "PANIC"):
             self._last_fatal = diagnostic.message_primary
-        elif diagnostic.severity_nonlocalized == "WARNING":
-            self.warnings.append(diagnostic.message_primary or "a warning without a text")
+        elif diagnostic.severity_nonlocalized == "WARNING" and diagnostic.sqlstate in UNKNOWN_OUTCOME:
+            self.doubts.append(diagnostic.message_primary or "a warning without a text")
 
     # --- What went wrong
 
@@ -387,7 +392,12 @@ class DedicatedSession:
         return statement_error(name, error, scrub(self._last_fatal or str(error), self._params))
 
     def _wrong_settings(self, row: Mapping[str, Any]) -> str:
-        required = {**REQUIRED, "idle_session_timeout": self._settings.idle_timeout_s}
+        required = {
+            **REQUIRED,
+            **FORCED,
+            "client_encoding": CLIENT_ENCODING,
+            "idle_session_timeout": self._settings.idle_timeout_s,
+        }
         return ", ".join(
             f"{name}={row[name]}"
             for name, wanted in required.items()

@@ -20,7 +20,7 @@ class Upkeep:
 
     def plan(self, mean_s: float | None = None) -> None:
         """Some time from now; at random, so that the nodes take turns."""
-        if self._board.settings.retention_s is None or not self._board.there().has_operations:
+        if self._board.settings.retention_s is None:
             self.due_at = NEVER
         else:
             mean_s = EVERY_S if mean_s is None else mean_s

@@ -130,6 +130,8 @@ class Winning:
             await self._bump({name: won[name]}, wait_ms=BUSY_WAIT_MS)
         if any(role.holds_lock and not role.in_term for role in won.values()):
             self._hurry()
+        if any(role.in_term for role in won.values()):
+            await self._board.there().hint("acquired")
 
     async def _bump(self, won: Mapping[str, Role], *, wait_ms: int) -> list[str]:
         self._board.trying = tuple(won.values())

@@ -223,7 +223,8 @@ class LeaderElection(ElectionRun):
             self._gate(name)
         roles = [found for name in names if (found := self._roles.get(name)) is not None]
         for found in roles:
-            found.drained = True
+            found.drained_here |= role is not None
+            found.node_drained |= role is None
         if not self._running:
             return True
         if self._setup.standalone:
@@ -239,9 +240,9 @@ class LeaderElection(ElectionRun):
         for name in names:
             self._gate(name)
         roles = [found for name in names if (found := self._roles.get(name)) is not None and found.drained]
-        for found in roles:
-            found.drained = False
         if self._running and self._setup.standalone:
+            for found in roles:
+                found.drained_here = found.node_drained = False
             self._lead_alone([found for found in roles if not found.in_term])
         elif self._running:
             everything = role is None

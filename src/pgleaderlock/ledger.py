@@ -1,8 +1,8 @@
 """The ledger as an election's session sees it: records, beats, bumps and ends of terms, as frozen values.
 
-One object a session: it is made when the session is opened and never outlives it. Every write matches session and
-epoch, at the server. A WARNING on a write means that its fate is unknown (a wait for a synchronous standby that was
-cancelled is only a warning), and then the session ends: nobody leads on a maybe.
+One object per session: it is made when the session is opened and never outlives it. Every write matches session and
+epoch, at the server. A write whose fate is unknown (a wait for a synchronous standby that was cancelled is only a
+warning) ends the session: nobody leads on a maybe. Hints to others are statements of their own, which may fail.
 
 Imports `_session`, `migrate` for the version, `keys`, `errors` and psycopg's rows. Knows no states and no time.
 """
@@ -21,8 +21,8 @@ from pgleaderlock.migrate import check_schema
 __all__ = ["Beat", "Bump", "Identity", "Ledger", "Look", "Member", "Request", "Settled"]
 
 EVICTION_WAIT_MS = 500
-# Since which version the ledger knows requests with outcomes, drained nodes, reservations and retention.
-OPERATIONS = 3
+# Since which version a heartbeat says which roles it has settled, and which version the ledger has.
+HEARTBEAT_VERSION = 4
 # How long others leave a role alone that was given up for a certain node.
 HOLD_S = 2.0
 # How long a move of the balance keeps others from beginning one.
@@ -60,8 +60,8 @@ class Beat:
     epochs: int
     requests: tuple["Request", ...]
     """What was asked of this node from afar and is not done yet, in the order in which it was asked."""
-    draining: bool | None = None
-    """Whether this node is drained, by its record; None where the ledger does not say."""
+    settled: frozenset[str] = frozenset()
+    """Of the roles that were named as settled, those that the ledger has taken down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,21 +137,21 @@ class Ledger:
         self._tried_columns: dict[str, object] = {}
         self._seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         """The last answer, each row by its holder and its marks."""
-        self.has_operations = False
-        """Whether the ledger is new enough for requests with outcomes, drained nodes, reservations and retention."""
+        self.version = 0
+        """Of the ledger: it may be upgraded while this session lasts, and each heartbeat looks."""
 
     async def open(
         self, *, gate_s: float, lease_s: float, candidate: bool, draining: bool = False, balance: bool = False
     ) -> None:
         """Check the ledger's version and record this session."""
         await self.session.verify()
-        version = (await self._rows("ledger_version"))[0]["version"]
-        check_schema(version)
-        self.has_operations = version >= OPERATIONS
+        self.version = (await self._rows("ledger_version"))[0]["version"]
+        check_schema(self.version)
         me = self._identity
         (row,) = await self._write(
-            "ledger_open_3" if self.has_operations else "ledger_open",
-            **({"draining": draining, "balance": balance} if self.has_operations else {}),
+            "ledger_open",
+            draining=draining,
+            balance=balance,
             namespace=me.namespace,
             instance=me.instance,
             node_id=me.node_id,
@@ -171,15 +171,11 @@ class Ledger:
 
         `draining`, if given, is what this node has decided since the last beat.
         """
-        if self.has_operations:
-            (row,) = await self._write(
-                "ledger_tick", session_id=self.session_id, settled=list(settled), draining=draining
-            )
-            requests = tuple(Request(**entry) for entry in row["requests"] or ())
-            return Beat(row["roles"], int(row["epochs"]), requests, row["draining"])
-        (row,) = await self._write("ledger_beat", session_id=self.session_id, settled=list(settled))
-        asked = tuple(Request(entry["request_id"], "step_down", entry["role"]) for entry in row["requests"] or ())
-        return Beat(row["roles"], int(row["epochs"]), asked)
+        name = "ledger_heartbeat" if self.version >= HEARTBEAT_VERSION else "ledger_heartbeat_3"
+        (row,) = await self._write(name, session_id=self.session_id, settled=list(settled), draining=draining)
+        self.version = row["version"]
+        requests = tuple(Request(**entry) for entry in row["requests"] or ())
+        return Beat(row["roles"], int(row["epochs"]), requests, frozenset(row["settled"]))
 
     async def try_and_look(
         self, roles: Mapping[str, KeyPair], wanted: Collection[str], *, look_closely: bool = False
@@ -189,15 +185,13 @@ class Ledger:
         Asked for the very same mapping again, it answers only with what is new, granted or reserved: of a thousand
         roles, most are what they were half a second ago.
         """
-        name = "ledger_try_and_look"
-        if self.has_operations:
-            name = "ledger_try_and_look_closely" if look_closely else "ledger_try_and_look_3"
         if roles is not self._tried:
             self._tried, self._tried_columns, self._seen = roles, _columns(roles), {}
         rows = await self.session.rows(
-            name,
+            "ledger_try_and_look_closely" if look_closely else "ledger_try_and_look",
             tuple_row,
-            **({"node_id": self._identity.node_id, "hold_s": HOLD_S} if self.has_operations else {}),
+            node_id=self._identity.node_id,
+            hold_s=HOLD_S,
             namespace=self._identity.namespace,
             **self._tried_columns,
             wanted="{" + ",".join(["t" if role in wanted else "f" for role in roles]) + "}",
@@ -241,8 +235,13 @@ class Ledger:
 
     async def unlock(self, roles: Mapping[str, KeyPair]) -> set[str]:
         """Give locks back and wake the others; answers which of them had been held."""
-        rows = await self._rows("ledger_unlock", **_columns(roles), channel=self._channel)
+        rows = await self._rows("ledger_unlock", **_columns(roles))
+        await self.hint("released")
         return {row["role"] for row in rows if row["unlocked"]}
+
+    async def hint(self, hint: str) -> None:
+        """Wake the others. Costs them a tick if it is lost, and this session nothing if the server refuses it."""
+        await self.session.rows_or_none("ledger_hint", channel=self._channel, hint=hint)
 
     async def owned(self) -> dict[str, int]:
         """Role → epoch of what this session leads by the ledger."""
@@ -252,8 +251,9 @@ class Ledger:
         """End a recorded session that has fallen silent; True if it was there and is gone."""
         rows = await self._rows(
             "ledger_evict",
-            backend_pid=look.backend_pid,
-            backend_start=look.backend_start,
+            evicted_session_id=look.session_id,
+            system_identifier=self.history[0],
+            timeline=self.history[1],
             wait_ms=EVICTION_WAIT_MS,
         )
         ended = bool(rows and rows[0]["ended"])
@@ -261,22 +261,9 @@ class Ledger:
             await self._write("ledger_note_eviction", session_id=self.session_id, evicted_session_id=look.session_id)
         return ended
 
-    async def settle_request(self, request_id: int, outcome: str = "done", detail: str | None = None) -> None:
-        """Write down what became of a request: `done` or `refused`."""
-        if self.has_operations:
-            await self._write(
-                "ledger_settle_request",
-                session_id=self.session_id,
-                request_id=request_id,
-                outcome=outcome,
-                detail=detail,
-            )
-        else:
-            await self._write("ledger_finish_request", session_id=self.session_id, request_id=request_id)
-
     async def settle_requests(self, settled: Sequence[Settled]) -> None:
-        """Many at once, in one statement: a heartbeat waits behind it."""
-        if self.has_operations and settled:
+        """Write down what became of requests: `done` or `refused`. One statement: a heartbeat waits behind it."""
+        if settled:
             await self._write(
                 "ledger_settle_requests",
                 session_id=self.session_id,
@@ -284,9 +271,6 @@ class Ledger:
                 outcomes=[outcome for _, outcome, _ in settled],
                 details=[detail for _, _, detail in settled],
             )
-        elif settled:
-            for request_id, _, _ in settled:
-                await self.settle_request(request_id)
 
     async def reserve(self, request_ids: Sequence[int]) -> None:
         """What these asked for is about to be free: the nodes that they name go first."""
@@ -316,6 +300,7 @@ class Ledger:
             to_node_id=to_node_id,
             channel=self._channel,
         )
+        await self.hint("requested")
         return row["request_id"] is not None
 
     async def prune(self, keep_s: float) -> bool:
@@ -335,10 +320,10 @@ class Ledger:
 
     async def _write(self, name: str, **params: object) -> list[dict[str, Any]]:
         rows = await self.session.rows(name, **params)
-        if self.session.warnings:
-            warning = "; ".join(self.session.warnings)
+        if self.session.doubts:
+            doubts = "; ".join(self.session.doubts)
             await self.session.close()
-            raise ConnectionError(f"the server warned while writing, so the outcome is unknown: {warning}")
+            raise ConnectionError(f"the server warned while writing, so the outcome is unknown: {doubts}")
         return rows
 
 

@@ -28,7 +28,7 @@ from pgleaderlock.keys import key_pair, key_params
 
 __all__ = ["LEDGER_VERSION", "advance_epoch", "check_schema", "migrate", "pending", "sql"]
 
-LEDGER_VERSION = 3
+LEDGER_VERSION = 4
 VERSION_MIN = 140000
 # Longer than the wait for another node's migration (60 s, in migrate_lock).
 TIMEOUT_S = 120.0
@@ -88,6 +88,8 @@ async def advance_epoch(dsn: Dsn, role: str, *, namespace: str, channel: str) ->
         async with conn.transaction():
             await _row(conn, "epoch_patience", {})
             row = await _row(conn, "epoch_advance", {"role": role, "namespace": namespace, "channel": channel})
+        with contextlib.suppress(psycopg.Error):  # a hint: the epoch is advanced whether somebody is woken or not
+            await _row(conn, "ledger_hint", {"channel": channel, "hint": "advanced"})
     return row["old_epoch"], row["new_epoch"]
 
 

@@ -2,8 +2,9 @@
 -- the ledger and calls functions that check who is asking; it never writes to a table, and advances no epoch by hand.
 
 -- name: grants
--- Not granted: advance_epoch (an operator's remedy), history, is_live_candidate and request_of_node (used inside only), and anything of the lock server's: whoever
--- can read a lease's id can act as its holder.
+-- Not granted: advance_epoch (an operator's remedy), what is only used inside (history, is_there, is_live, is_live_candidate,
+-- request_targets, request_of_node, longest_wait_s), and anything of the lock server's: whoever can read a lease's id can
+-- act as its holder.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
 GRANT SELECT ON
     pgleaderlock.schema_version,
@@ -25,6 +26,7 @@ GRANT EXECUTE ON FUNCTION
     pgleaderlock.finish_request,
     pgleaderlock.describe_session,
     pgleaderlock.tick,
+    pgleaderlock.heartbeat,
     pgleaderlock.note_drain,
     pgleaderlock.request_drain,
     pgleaderlock.request_resume,

@@ -5,20 +5,9 @@
 SELECT max(version) AS version FROM pgleaderlock.schema_version
 
 -- name: ledger_open
--- Records this session. Commits of the ledger must be on disk before they are acknowledged: with synchronous_commit off,
--- an epoch that had been handed out was issued again after a crash. Set in any case: what a session has not set for itself
--- changes under it when the server's files are read again.
-SELECT o.session_id, o.system_identifier, o.timeline,
-       CASE WHEN current_setting('synchronous_commit') = 'off'
-            THEN set_config('synchronous_commit', 'on', false)
-            ELSE set_config('synchronous_commit', current_setting('synchronous_commit'), false) END AS durable
-FROM pgleaderlock.open_session(
-    %(namespace)s, %(instance)s::uuid, %(node_id)s, %(host)s, %(os_pid)s, %(holder_identity)s,
-    %(gate_s)s, %(lease_s)s, %(candidate)s, %(library_version)s,
-    (SELECT a.backend_start FROM pg_stat_get_activity(pg_backend_pid()) a)) o
-
--- name: ledger_open_3
--- The same for a ledger of version 3, with what only that one can record. One statement: a node is never half described.
+-- Records this session, in one statement: a node is never half described. Commits of the ledger must be on disk before they
+-- are acknowledged: with synchronous_commit off, an epoch that had been handed out was issued again after a crash. Set in
+-- any case: what a session has not set for itself changes under it when the server's files are read again.
 SELECT o.session_id, o.system_identifier, o.timeline, d AS described,
        CASE WHEN current_setting('synchronous_commit') = 'off'
             THEN set_config('synchronous_commit', 'on', false)
@@ -29,13 +18,16 @@ FROM pgleaderlock.open_session(
     (SELECT a.backend_start FROM pg_stat_get_activity(pg_backend_pid()) a)) o,
     LATERAL pgleaderlock.describe_session(o.session_id, %(draining)s, %(balance)s) d
 
--- name: ledger_tick
--- The heartbeat where the ledger has version 3.
-SELECT beat, roles, epochs, requests, draining
-FROM pgleaderlock.tick(%(session_id)s, %(settled)s::text[], %(draining)s::boolean)
+-- name: ledger_heartbeat
+SELECT beat, roles, epochs, settled, requests, version
+FROM pgleaderlock.heartbeat(%(session_id)s, %(settled)s::text[], %(draining)s::boolean)
 
--- name: ledger_beat
-SELECT beat, roles, epochs, requests FROM pgleaderlock.beat(%(session_id)s, %(settled)s::text[])
+-- name: ledger_heartbeat_3
+-- The same where the ledger still has version 3. It does not tell its version, so that is asked beside it: an upgrade must
+-- not wait for a new session.
+SELECT t.beat, t.roles, t.epochs, %(settled)s::text[] AS settled, t.requests,
+       (SELECT max(v.version) FROM pgleaderlock.schema_version v) AS version
+FROM pgleaderlock.tick(%(session_id)s, %(settled)s::text[], %(draining)s::boolean) t
 
 -- name: ledger_try_and_look
 -- One statement for all tries of a tick, and a look at who holds the rest. What is read here may be older than a grant
@@ -45,26 +37,8 @@ SELECT beat, roles, epochs, requests FROM pgleaderlock.beat(%(session_id)s, %(se
 -- role among those asked for, and its epoch, as text: of a thousand roles there are few holders, a long reply costs a
 -- standby more than all the rest, and one that reads like the last one need not be read. `marks` are 1 for a granted lock,
 -- 2 for a term that has ended (or never was), 4 for what is left to another node, 8 for what is left to us.
-WITH tried AS MATERIALIZED (
-    SELECT a.role, a.place, CASE WHEN a.wanted THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END AS granted
-    FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
-         WITH ORDINALITY AS a (role, key1, key2, wanted, place)
-), looked AS (
-    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer AS marks,
-           string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
-    FROM tried t
-    LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
-    GROUP BY 1, 2
-)
-SELECT t.session_id, t.marks, t.roles, CASE WHEN s.session_id IS NOT NULL THEN json_build_object(
-           'beat', s.beat, 'holder_identity', s.holder_identity, 'node_id', s.node_id, 'lease_s', s.lease_s,
-           'backend_pid', s.backend_pid, 'backend_start', extract(epoch FROM s.backend_start)::text) END AS holder
-FROM looked t
-LEFT JOIN pgleaderlock.sessions s ON s.session_id = t.session_id
-
--- name: ledger_try_and_look_3
--- The same where the ledger has version 3: what was given up for another node is left to it for a moment. One that does
--- not see the reservation yet (its snapshot is older) may win all the same: a preference, and no promise.
+-- What was given up for another node is left to it for a moment. One that does not see the reservation yet (its snapshot
+-- is older) may win all the same: a preference, and no promise.
 WITH reserved AS MATERIALIZED (
     SELECT DISTINCT r.role FROM pgleaderlock.requests r
     WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s
@@ -113,7 +87,10 @@ WITH reserved AS MATERIALIZED (
 SELECT t.session_id, t.marks, t.roles, CASE WHEN s.session_id IS NOT NULL THEN json_build_object(
            'beat', s.beat, 'holder_identity', s.holder_identity, 'node_id', s.node_id, 'lease_s', s.lease_s,
            'backend_pid', s.backend_pid, 'backend_start', extract(epoch FROM s.backend_start)::text,
-           'gone', NOT EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid))) END AS holder
+           'gone', NOT EXISTS (
+               SELECT FROM pg_stat_get_activity(s.backend_pid) a
+               WHERE a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())
+                 AND (a.backend_start IS NULL OR a.backend_start = s.backend_start))) END AS holder
 FROM looked t
 LEFT JOIN pgleaderlock.sessions s ON s.session_id = t.session_id
 
@@ -127,7 +104,9 @@ SELECT s.session_id, s.node_id, s.beat, s.lease_s,
 FROM pgleaderlock.sessions s
 WHERE s.namespace = %(namespace)s AND s.ended_at IS NULL AND s.candidate AND s.balance AND NOT s.draining
   AND s.last_heartbeat > clock_timestamp() - make_interval(secs => 2 * s.lease_s)
-  AND EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid))
+  AND EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid) a
+              WHERE a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())
+                AND (a.backend_start IS NULL OR a.backend_start = s.backend_start))
 
 -- name: ledger_request_step_down
 SELECT pgleaderlock.request_step_down(%(role)s, %(namespace)s, %(to_node_id)s, %(channel)s) AS request_id
@@ -141,29 +120,36 @@ SELECT end_term AS role FROM pgleaderlock.end_term(
     %(session_id)s, %(roles)s::text[], %(epochs)s::bigint[], %(clean)s::boolean[], %(reason)s)
 
 -- name: ledger_unlock
--- After the end of the term has been committed. The notification leaves with the commit, so the lock is free by then.
-SELECT a.role, pg_advisory_unlock(a.key1, a.key2) AS unlocked, pg_notify(%(channel)s, 'released')
+-- After the end of the term has been committed.
+SELECT a.role, pg_advisory_unlock(a.key1, a.key2) AS unlocked
 FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[]) AS a (role, key1, key2)
+
+-- name: ledger_hint
+-- Wakes the others; sent after a decision and never with one. It may fail: a full queue refuses it at its commit. It must
+-- not block either: commits that notify queue up behind each other, in all databases of the server, so this one waits for
+-- its turn only briefly, and neither for the disk nor for a standby while it has it.
+SELECT set_config('lock_timeout', '50ms', true), set_config('synchronous_commit', 'off', true),
+       pg_notify(%(channel)s, %(hint)s)
 
 -- name: ledger_owned
 -- Which roles this session still leads by the ledger: asked when a beat's sum does not agree.
 SELECT role, epoch FROM pgleaderlock.leaders WHERE session_id = %(session_id)s AND NOT ended
 
 -- name: ledger_evict
--- Ends exactly the recorded session: its pid, its start, and only of this database role.
+-- Ends exactly the recorded session: its pid, its start, its database, only of this database role, and only one that was
+-- recorded in this history of the database. A dump that was restored beside its original has the original's records. (A
+-- ledger of version 3 has no history in them, hence the detour by JSON.)
 SELECT pg_terminate_backend(a.pid, %(wait_ms)s) AS ended
-FROM pg_stat_get_activity(%(backend_pid)s) a
-WHERE extract(epoch FROM a.backend_start)::text = %(backend_start)s
+FROM pgleaderlock.sessions s, pg_stat_get_activity(s.backend_pid) a
+WHERE s.session_id = %(evicted_session_id)s AND s.ended_at IS NULL
+  AND a.backend_start = s.backend_start
+  AND a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())
   AND a.usesysid = (SELECT oid FROM pg_roles WHERE rolname = current_user)
+  AND coalesce((to_jsonb(s) ->> 'system_identifier')::bigint, %(system_identifier)s) = %(system_identifier)s
+  AND coalesce((to_jsonb(s) ->> 'timeline')::integer, %(timeline)s) = %(timeline)s
 
 -- name: ledger_note_eviction
 SELECT pgleaderlock.note_eviction(%(session_id)s, %(evicted_session_id)s) AS noted
-
--- name: ledger_finish_request
-SELECT pgleaderlock.finish_request(%(session_id)s, %(request_id)s) AS finished
-
--- name: ledger_settle_request
-SELECT pgleaderlock.settle_request(%(session_id)s, %(request_id)s, %(outcome)s, %(detail)s) AS settled
 
 -- name: ledger_settle_requests
 SELECT pgleaderlock.settle_request(%(session_id)s, a.request_id, a.outcome, a.detail) AS settled

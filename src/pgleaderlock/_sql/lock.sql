@@ -11,6 +11,9 @@ SELECT CASE WHEN pg_backend_pid() = %(backend_pid)s
              AND current_setting('idle_session_timeout') = '0'
              AND current_setting('default_transaction_isolation') = 'read committed'
              AND current_setting('default_transaction_read_only') = 'off'
+             AND current_setting('client_min_messages') = 'warning'
+             AND current_setting('search_path') = 'pg_catalog'
+             AND current_setting('client_encoding') = 'UTF8'
        THEN CASE WHEN pg_try_advisory_lock(%(key1)s, %(key2)s)
             THEN set_config('idle_session_timeout', %(lease_ms)s::text, false)
             ELSE '' END
@@ -25,6 +28,9 @@ SELECT CASE WHEN pg_backend_pid() = %(backend_pid)s
              AND current_setting('idle_session_timeout') = '0'
              AND current_setting('default_transaction_isolation') = 'read committed'
              AND current_setting('default_transaction_read_only') = 'off'
+             AND current_setting('client_min_messages') = 'warning'
+             AND current_setting('search_path') = 'pg_catalog'
+             AND current_setting('client_encoding') = 'UTF8'
              AND NOT EXISTS (
                  SELECT FROM pg_locks
                  WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
@@ -43,6 +49,9 @@ SELECT pg_backend_pid() AS backend_pid,
        current_setting('idle_session_timeout') AS idle_session_timeout,
        current_setting('default_transaction_isolation') AS default_transaction_isolation,
        current_setting('default_transaction_read_only') AS default_transaction_read_only,
+       current_setting('client_min_messages') AS client_min_messages,
+       current_setting('search_path') AS search_path,
+       current_setting('client_encoding') AS client_encoding,
        current_setting('deadlock_timeout') AS deadlock_timeout
 
 -- name: identify
@@ -57,7 +66,10 @@ SELECT set_config('idle_session_timeout', %(idle_timeout_ms)s::text, false),
        set_config('lock_timeout', %(statement_timeout_ms)s::text, false),
        set_config('idle_in_transaction_session_timeout', %(lease_ms)s::text, false),
        set_config('default_transaction_isolation', 'read committed', false),
-       set_config('default_transaction_read_only', 'off', false)
+       set_config('default_transaction_read_only', 'off', false),
+       set_config('client_min_messages', 'warning', false),
+       set_config('search_path', 'pg_catalog', false),
+       set_config('client_encoding', 'UTF8', false)
 
 -- name: same_backend
 -- Asked on the first connection, and on a second one inside a transaction: does the pooler hand out the same backend?

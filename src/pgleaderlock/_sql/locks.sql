@@ -13,21 +13,34 @@ SELECT CASE WHEN current_setting('synchronous_commit') = 'off'
        set_config('jit', 'off', false) AS jit
 
 -- name: locks_apply
-SELECT n, outcome, owner_id, lease_id, fencing_token, expiry_ms, remaining_ms, waited_ms, ticket, created
+-- `hints`: whom to wake afterwards (see locks_hint). The function has run when its first row is looked at.
+SELECT n, outcome, owner_id, lease_id, fencing_token, expiry_ms, remaining_ms, waited_ms, ticket, created,
+       CASE WHEN n = 1 THEN current_setting('pgleaderlock.hints', true) END AS hints
 FROM pgleaderlock.lock_apply(%(server_id)s, %(operations)s, %(room)s)
+
+-- name: locks_hint
+-- Wakes the servers that have the first waiters of these locks; sent after a decision and never with one. It may fail, and
+-- waits neither long for its turn nor for the disk (see ledger_hint). A payload has less than 8000 bytes; without one the
+-- server looks at everything.
+SELECT set_config('lock_timeout', '50ms', true), set_config('synchronous_commit', 'off', true),
+       count(pg_notify('pgleaderlock_locks_' || h.server_id,
+                       CASE WHEN octet_length(h.lock_name) < 7000 THEN h.lock_name ELSE '' END))
+FROM unnest(%(server_ids)s::text[], %(lock_names)s::text[]) AS h (server_id, lock_name)
 
 -- name: locks_tick
 SELECT lock_name, remaining_ms FROM pgleaderlock.lock_tick(%(server_id)s, %(valid_ms)s, %(heads)s)
 
 -- name: locks_close
-SELECT pgleaderlock.lock_close(%(server_id)s) AS closed
+SELECT pgleaderlock.lock_close(%(server_id)s) AS closed, current_setting('pgleaderlock.hints', true) AS hints
 
 -- name: locks_break
-SELECT %(lock_name)s AS lock_name, held, owner_id, lease_id, fencing_token, expiry_ms, version, 0 AS waiters
+SELECT %(lock_name)s AS lock_name, held, owner_id, lease_id, fencing_token, expiry_ms, version, 0 AS waiters,
+       current_setting('pgleaderlock.hints', true) AS hints
 FROM pgleaderlock.lock_break(%(lock_name)s, %(by)s)
 
 -- name: locks_sweep
-SELECT expired, pruned, more FROM pgleaderlock.lock_sweep(%(step)s, %(free_kept_s)s)
+SELECT expired, pruned, more, current_setting('pgleaderlock.hints', true) AS hints
+FROM pgleaderlock.lock_sweep(%(step)s, %(free_kept_s)s)
 
 -- name: locks_count
 -- The locks that are held or have been lately, and those that are held.

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "OPERATIONS_VERSION",
     "LedgerLook",
     "ask",
     "channel_option",
@@ -46,8 +45,6 @@ __all__ = [
     "until",
 ]
 
-OPERATIONS_VERSION = 3
-"""Since this version of the ledger a node can be asked to drain, and a request says what became of it."""
 POLL_S = 0.5
 PIPE_COLUMNS = 200
 
@@ -140,6 +137,8 @@ async def ask(look: LedgerLook, name: str, **params: object) -> int | None:
         if "permission denied" in str(error):
             raise SchemaError(f"{error}; let the ledger's owner run `pgleaderlock migrate --grant-to ROLE`") from error
         raise
+    with contextlib.suppress(ConnectionError):  # a hint: without it the request is read a heartbeat later
+        await look.rows("ledger_hint", channel=params["channel"], hint="requested")
     number = row["request_id"]
     return None if number is None else int(number)
 

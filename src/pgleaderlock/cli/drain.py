@@ -11,7 +11,6 @@ import click
 
 from pgleaderlock import history
 from pgleaderlock.cli._operations import (
-    OPERATIONS_VERSION,
     LedgerLook,
     ask,
     channel_option,
@@ -23,7 +22,7 @@ from pgleaderlock.cli._operations import (
 from pgleaderlock.cli._output import EXIT_NO, EXIT_OK, dsn_option
 from pgleaderlock.cli._timing import POSITIVE
 from pgleaderlock.cli.step_down import TIMEOUT_S, Refused, Request
-from pgleaderlock.errors import ConnectionError, SchemaError
+from pgleaderlock.errors import ConnectionError
 
 __all__ = ["drain"]
 
@@ -60,11 +59,6 @@ async def _drain(
     dsn: str, request: Request, node_id: str, *, namespace: str, channel: str, timeout_s: float, resume: bool
 ) -> int:
     async with open_ledger(dsn, "drain", listen=channel, to_write=True) as look:
-        if look.facts.version < OPERATIONS_VERSION:
-            raise SchemaError(
-                f"a node can be asked to drain since version {OPERATIONS_VERSION} of the ledger, and this is version "
-                f"{look.facts.version}: run `pgleaderlock migrate` on this database"
-            )
         await _check_node(look, namespace, node_id)
         led = [role.role for role in await history.all_roles(look, namespace) if role.node_id == node_id]
         statement = "history_ask_resume" if resume else "history_ask_drain"

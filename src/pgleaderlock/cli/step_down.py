@@ -13,7 +13,6 @@ import click
 
 from pgleaderlock import history
 from pgleaderlock.cli._operations import (
-    OPERATIONS_VERSION,
     LedgerLook,
     ask,
     channel_option,
@@ -24,7 +23,7 @@ from pgleaderlock.cli._operations import (
 )
 from pgleaderlock.cli._output import EXIT_NO, EXIT_OK, EXIT_USAGE, dsn_option, exit_code_for_signal
 from pgleaderlock.cli._timing import POSITIVE
-from pgleaderlock.errors import PgLeaderLockError, SchemaError
+from pgleaderlock.errors import PgLeaderLockError
 
 __all__ = ["Request", "step_down"]
 
@@ -112,11 +111,6 @@ async def _leader(look: LedgerLook, namespace: str, name: str) -> history.RoleVi
 
 
 async def _check_successor(look: LedgerLook, namespace: str, to_node: str) -> None:
-    if look.facts.version < OPERATIONS_VERSION:
-        raise SchemaError(
-            f"--to needs version {OPERATIONS_VERSION} of the ledger, and this is version {look.facts.version}: "
-            "run `pgleaderlock migrate` on this database"
-        )
     live = [
         node.node_id
         for node in await history.nodes(look, namespace)

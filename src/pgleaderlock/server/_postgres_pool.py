@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import psycopg
 
 from pgleaderlock._clock import BOOT_CLOCK
@@ -152,12 +153,25 @@ class _Link:
         except BaseException:
             await self.close()
             raise
-        if session.warnings:
+        if session.doubts:
             # A cancelled wait for a synchronous standby is a mere warning, and then a normal answer.
-            text = "; ".join(session.warnings)
+            text = "; ".join(session.doubts)
             await self.close()
             raise StoreError(f"the database answered with a warning, so it is not known what is durable: {text}")
         return rows
+
+    async def hint(self, rows: list[Row]) -> None:
+        """Wake the servers that a decision has named, in a statement of its own. Lost, it costs them a heartbeat."""
+        hints = rows[0].get("hints") if rows else None
+        if not hints or self._session is None:
+            return
+        wake = [msgspec.json.decode(line, type=tuple[str, str]) for line in hints.split("\n") if line]
+        try:
+            await self._session.rows_or_none(
+                "locks_hint", server_ids=[server_id for server_id, _ in wake], lock_names=[name for _, name in wake]
+            )
+        except PgLeaderLockError:
+            await self.close()
 
     async def close(self) -> None:
         if self._lost is not None:
@@ -296,6 +310,7 @@ class Pool:
             raise
         else:
             settle(job.answer, rows)
+            await link.hint(rows)
 
     async def _apply(self, link: _Link, batch: list[_Job]) -> None:
         try:
@@ -318,6 +333,7 @@ class Pool:
                 end = begin + len(job.operations)
                 settle(job.answer, rows[begin:end])
                 begin = end
+            await link.hint(rows)
 
     async def _applied(self, link: _Link, batch: list[_Job]) -> list[Row]:
         """The rows of all operations, in order; one transaction."""
