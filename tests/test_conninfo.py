@@ -50,6 +50,8 @@ def test_a_session_is_opened_with_the_settings_that_keep_the_promises() -> None:
         "idle_session_timeout": "0",
         "default_transaction_isolation": "read_committed",
         "default_transaction_read_only": "off",
+        "client_min_messages": "warning",
+        "search_path": "pg_catalog",
         "statement_timeout": "5000",
         "lock_timeout": "5000",
         "idle_in_transaction_session_timeout": "15000",
@@ -65,8 +67,15 @@ def test_what_the_user_writes_wins() -> None:
     dsn = "host=h application_name=mine connect_timeout=3 keepalives_idle=7 options='-c statement_timeout=1234'"
     params = connect_params(dsn, SETTINGS)
     assert (params["application_name"], params["connect_timeout"], params["keepalives_idle"]) == ("mine", "3", "7")
-    assert params["options"].endswith(" -c statement_timeout=1234")  # the last one counts for the server
-    assert _options(params)["statement_timeout"] == "1234"
+    assert _options(params)["statement_timeout"] == "1234"  # the last one counts for the server
+
+
+def test_what_our_logic_depends_on_wins_over_what_people_set_for_their_own_statements() -> None:
+    theirs = "-c search_path=app -c client_min_messages=error"
+    params = connect_params(f"host=h client_encoding=LATIN1 options='{theirs}'", SETTINGS)
+    assert params["client_encoding"] == "UTF8"
+    assert theirs in params["options"]
+    assert (_options(params)["search_path"], _options(params)["client_min_messages"]) == ("pg_catalog", "warning")
 
 
 def test_variables_of_libpq_win_over_ours(monkeypatch: pytest.MonkeyPatch) -> None:

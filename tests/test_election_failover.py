@@ -242,11 +242,11 @@ async def test_a_reload_of_the_servers_files_makes_no_epoch_less_durable(throwaw
 async def test_without_a_durable_commit_the_same_crashes_do_issue_an_epoch_again(
     careless: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = statement("ledger_open_3")
+    whole = statement("ledger_open")
     durable = b"THEN set_config('synchronous_commit', 'on', false)"
     assert durable in whole
     forgetful = whole.replace(durable, b"THEN 'off'")
-    monkeypatch.setattr(_session, "statement", lambda name: forgetful if name == "ledger_open_3" else statement(name))
+    monkeypatch.setattr(_session, "statement", lambda name: forgetful if name == "ledger_open" else statement(name))
     epochs = await _epochs_over_crashes(careless, 4)
     assert len(set(epochs)) < len(epochs)
 

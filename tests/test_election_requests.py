@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psycopg
@@ -10,7 +10,7 @@ import pytest
 
 from pgleaderlock import LeaderElection, LockState, key_pair
 from pgleaderlock._session import DedicatedSession
-from pgleaderlock.ledger import Beat, Ledger
+from pgleaderlock.ledger import Beat, Ledger, Settled
 from support.elections import HASTY, PATIENT, STEADY, Story, admin, bounded, ledger_dsns, one, opens, until
 from support.server_side import holders, terminate
 
@@ -70,6 +70,7 @@ class Hand:
         )
 
     def _id(self, row: dict[str, Any]) -> int | None:
+        one(self._dsn, "SELECT pg_notify('pgleaderlock', 'requested')")  # behind the request, and never with it
         return None if row["id"] is None else int(row["id"])
 
     def outcome(self, request_id: int | None) -> tuple[str | None, str | None]:
@@ -388,13 +389,14 @@ async def test_what_the_application_resumes_is_not_drained_again_by_a_request_th
     node: Callable[..., LeaderElection], hand: Hand, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drain of another session of this node goes on; this one's has ended, and it has said so in vain."""
-    real, said = Ledger.settle_request, asyncio.Event()
+    real, said = Ledger.settle_requests, asyncio.Event()
 
-    async def settle_request(self: Ledger, *args: Any) -> None:
-        await real(self, *args)
-        said.set()
+    async def settle_requests(self: Ledger, settled: Sequence[Settled]) -> None:
+        await real(self, settled)
+        if settled:
+            said.set()
 
-    monkeypatch.setattr(Ledger, "settle_request", settle_request)
+    monkeypatch.setattr(Ledger, "settle_requests", settle_requests)
     async with node("host", f"{name}-a", **STEADY) as idle, node("host", f"{name}-b", **STEADY) as busy:
         await opens(idle, f"{name}-a")
         await opens(busy, f"{name}-b")
@@ -402,9 +404,12 @@ async def test_what_the_application_resumes_is_not_drained_again_by_a_request_th
             asked = hand.drain("host")
             await bounded(said.wait())
             await idle.resume()
-            assert (await hand.settled(asked))[0] == "refused"
             await opens(idle, f"{name}-a")
+            beat = one(hand._superuser, LAST_BEAT, name)["beat"]
+            await until(lambda: one(hand._superuser, LAST_BEAT, name)["beat"] > beat + 2)
             assert idle.gate(f"{name}-a").current_epoch == 2
+            assert hand.outcome(asked) == (None, None)
+        assert (await hand.settled(asked))[0] == "refused"
 
 
 async def test_an_answer_that_was_on_its_way_does_not_undo_what_the_application_has_decided(
@@ -453,6 +458,71 @@ async def test_each_request_wakes_its_node_at_once(node: Callable[..., LeaderEle
         await opens(election, role)
         hand.step_down(role)
         await story.heard("on_released", role, times=2)
+
+
+async def test_a_request_that_wakes_nobody_is_obeyed_at_the_next_heartbeat(
+    node: Callable[..., LeaderElection], node_dsn: str, name: str
+) -> None:
+    """The function sends no notification: what decides must not depend on the queue of hints."""
+    role = f"{name}-role"
+    election = node("leads", **STEADY)
+    story = Story(election)
+    async with election:
+        await opens(election, role)
+        one(node_dsn, "SELECT pgleaderlock.request_step_down(%s, %s, NULL, 'pgleaderlock')", role, name)
+        await story.heard("on_released", role)
+
+
+async def test_what_the_application_has_drained_by_name_is_not_resumed_by_an_operator(
+    node: Callable[..., LeaderElection], hand: Hand, name: str
+) -> None:
+    roles = [f"{name}-kept", f"{name}-other"]
+    async with node("host", roles, **STEADY) as election:
+        await opens(election, roles[0])
+        await opens(election, roles[1])
+        await bounded(election.drain(roles[0]))
+        assert (await hand.settled(hand.drain("host")))[0] == "done"
+        assert [election.drained(role) for role in roles] == [True, True]
+        assert (await hand.settled(hand.resume("host")))[0] == "done"
+        await opens(election, roles[1])
+        assert [election.drained(role) for role in roles] == [True, False]
+        await election.resume(roles[0])
+        await opens(election, roles[0])
+
+
+async def test_of_a_drained_node_one_role_can_be_resumed_and_the_others_stay(
+    node: Callable[..., LeaderElection], name: str
+) -> None:
+    roles = [f"{name}-back", f"{name}-other"]
+    async with node("host", roles, **STEADY) as election:
+        await opens(election, roles[0])
+        await bounded(election.drain())
+        await election.resume(roles[0])
+        await opens(election, roles[0])
+        assert [election.drained(role) for role in roles] == [False, True]
+
+
+async def test_a_request_in_a_transaction_that_stays_open_costs_no_heartbeat(
+    node: Callable[..., LeaderElection], superuser: str, name: str
+) -> None:
+    """Neither an operator's request nor an epoch advanced by hand may hold a row that a heartbeat needs."""
+    roles = [f"{name}-a", f"{name}-b"]
+    async with node("leads", roles, **STEADY) as election:
+        for role in roles:
+            await opens(election, role)
+        with admin(superuser) as conn:
+            conn.execute("BEGIN")
+            conn.execute("SELECT pgleaderlock.request_drain('leads', %s, 'c')", (name,))
+            conn.execute("SELECT pgleaderlock.request_resume('leads', %s, 'c')", (name,))
+            conn.execute("SELECT pgleaderlock.request_step_down(%s, %s, NULL, 'c')", (roles[0], name))
+            conn.execute("SELECT pgleaderlock.advance_epoch(%s, %s, 'c')", (roles[0], name))
+            beat = one(superuser, LAST_BEAT, name)["beat"]
+            await until(lambda: one(superuser, LAST_BEAT, name)["beat"] > beat + 15)
+            assert [election.gate(role).current_epoch for role in roles] == [1, 1]
+            await bounded(election.step_down(roles[0]))  # its row is held: not clean, and no reason to lose the other
+            assert election.gate(roles[1]).is_leader
+            conn.execute("ROLLBACK")
+        assert election.gate(roles[1]).current_epoch == 1
 
 
 async def test_a_request_that_is_five_minutes_old_is_expired_and_not_obeyed(
@@ -504,7 +574,7 @@ async def test_a_plain_role_settles_only_what_is_asked_of_its_own_session(
         await opens(leads, role)
         with leads.gate(role).acting():
             asked = hand.drain("leads")
-            await until(lambda: leads.draining(role))
+            await until(lambda: leads.draining(role) and hand.session("leads")["draining"])
             theirs = hand.session("leads")["session_id"]
             with psycopg.connect(node_dsn, autocommit=True) as conn:
                 conn.execute("SELECT pgleaderlock.settle_request(%s, %s, 'done', NULL)", (theirs, asked))

@@ -68,7 +68,9 @@ class Requests:
         await self._board.there().settle_requests(settled)
 
     async def finish(self) -> None:
-        """Answer what was asked of the node and is done."""
+        """Answer what was asked of the node and is done, once its record says so, too."""
+        if self.to_tell is not None:
+            return
         answers: list[Settled] = []
         for request_id in sorted(self._unanswered):
             ended = self._asked[request_id]

@@ -5,16 +5,23 @@ the standard library.
 """
 
 import contextlib
+import time
 import uuid
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg.rows import dict_row
 
 from pgleaderlock.keys import KeyPair, key_pair
 
-__all__ = ["LedgerNode", "ledger_node"]
+__all__ = ["LedgerNode", "eventually", "ledger_node"]
+
+# A bound against hanging, never a measure.
+WAIT_S = 20.0
+POLL_S = 0.01
+
+T = TypeVar("T")
 
 
 class LedgerNode:
@@ -67,15 +74,8 @@ class LedgerNode:
 
     def end_term(self, role: str, epoch: int, *, clean: bool) -> bool:
         """End a term; False if it was not this session's."""
-        return bool(
-            self.ask(
-                "SELECT * FROM pgleaderlock.end_term(%s, %s, %s, %s, 'released')",
-                self.session_id,
-                [role],
-                [epoch],
-                [clean],
-            )  # fmt: skip
-        )
+        query = "SELECT * FROM pgleaderlock.end_term(%s, %s, %s, %s, 'released')"
+        return bool(self.ask(query, self.session_id, [role], [epoch], [clean]))
 
     def _keys(self, role: str, keys: KeyPair | None) -> KeyPair:
         return key_pair(role, self.namespace) if keys is None else keys
@@ -93,3 +93,12 @@ def ledger_node(
     node = LedgerNode(dsn, node_id, gate_s=gate_s, lease_s=lease_s, namespace=namespace)
     with contextlib.closing(node.conn):
         yield node
+
+
+def eventually(condition: Callable[[], T]) -> T:
+    """The first true answer: for what the server notices by itself, and nobody announces."""
+    deadline = time.monotonic() + WAIT_S
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"did not happen in {WAIT_S:g} s"
+        time.sleep(POLL_S)
+    return answer

@@ -13,6 +13,7 @@ GRANT SELECT ON
     pgleaderlock.terms,
     pgleaderlock.events,
     pgleaderlock.requests,
+    pgleaderlock.histories,
     pgleaderlock.leader_state
 TO {role};
 GRANT EXECUTE ON FUNCTION
@@ -48,6 +49,7 @@ GRANT SELECT ON
     pgleaderlock.terms,
     pgleaderlock.events,
     pgleaderlock.requests,
+    pgleaderlock.histories,
     pgleaderlock.leader_state
 TO {role}
 
