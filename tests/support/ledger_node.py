@@ -30,12 +30,23 @@ class LedgerNode:
     def __init__(self, dsn: str, node_id: str, *, gate_s: float, lease_s: float, namespace: str) -> None:
         self.conn = psycopg.connect(dsn, autocommit=True, row_factory=dict_row, application_name=f"by hand: {node_id}")
         self.node_id, self.namespace, self.instance = node_id, namespace, uuid.uuid4()
+        self._timing = gate_s, lease_s
+        self.session_id = 0
+        self.open()
+
+    def open(self) -> None:
+        """Record a session of this process; the one before is over."""
         row = self.ask(
             "SELECT * FROM pgleaderlock.open_session(%s, %s, %s, 'host', 1, %s, %s, %s, true, 'test',"
             " (SELECT backend_start FROM pg_stat_get_activity(pg_backend_pid())))",
-            namespace, self.instance, node_id, f"{node_id}-by-hand", gate_s, lease_s,
+            self.namespace, self.instance, self.node_id, f"{self.node_id}-by-hand", *self._timing,
         )  # fmt: skip
-        self.session_id: int = row["session_id"]
+        self.session_id = int(row["session_id"])
+
+    def reopen_if_ended(self) -> None:
+        """Record a new session if this one was ended by somebody."""
+        if self.ask("SELECT ended_at FROM pgleaderlock.sessions WHERE session_id = %s", self.session_id)["ended_at"]:
+            self.open()
 
     def ask(self, query: str, *params: object) -> dict[str, Any]:
         """The first row of a query."""
