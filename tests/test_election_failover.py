@@ -15,10 +15,11 @@ from pgleaderlock import LeaderElection, LeaderToken, LockState, _session, fence
 from pgleaderlock._sql import statement
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.keys import key_pair
-from pgleaderlock.migrate import migrate
+from pgleaderlock.migrate import advance_epoch, migrate
 from servers import open_folder
 from support.counts import count
 from support.election_node import Send, SendLog, election_node
+from support.ledger_node import ledger_node
 
 WAIT_S = 30.0
 POLL_S = 0.01
@@ -154,8 +155,7 @@ async def test_after_an_asynchronous_failover_that_lost_terms_no_epoch_repeats(
     async with election_node(primary.dsn, "old", role, sends.path, **SHORT) as old:
         common = await sends.until(lambda send: True)
         await until_row(standby, "SELECT 1 FROM pgleaderlock.terms WHERE role = %s", role)
-        await dba(standby, "ALTER SYSTEM SET primary_conninfo = ''", "SELECT pg_reload_conf()")
-        await until_row(primary, "SELECT 1 WHERE NOT EXISTS (SELECT FROM pg_stat_replication)")
+        await cut_off(primary, standby)
         for _ in range(3):
             await old.asked("step_down")
             await sends.until(lambda send: send.node == "old")
@@ -172,6 +172,83 @@ async def test_after_an_asynchronous_failover_that_lost_terms_no_epoch_repeats(
     assert not lost & kept, "an epoch was handed out in both histories"
     assert min(kept) == JUMP
     assert all(len(holders) == 1 for holders in sends.epochs(role).values())
+
+
+async def cut_off(primary: EmbeddedPostgres, standby: EmbeddedPostgres) -> None:
+    """From now on the standby hears of nothing."""
+    await dba(standby, "ALTER SYSTEM SET primary_conninfo = ''", "SELECT pg_reload_conf()")
+    await until_row(primary, "SELECT 1 WHERE NOT EXISTS (SELECT FROM pg_stat_replication)")
+
+
+async def test_after_a_failover_that_lost_a_bump_a_clean_release_before_it_is_not_trusted(
+    pair: tuple[EmbeddedPostgres, EmbeddedPostgres],
+) -> None:
+    """The row that the standby knew says clean; who led after it may act on the old primary for another ten minutes."""
+    primary, standby = pair
+    role = fresh_role()
+    with ledger_node(primary.dsn, "first", gate_s=1, lease_s=2) as first, ledger_node(primary.dsn, "second") as second:
+        assert first.end_term(role, first.lead(role), clean=True)
+        first.unlock(role)
+        await until_row(standby, "SELECT 1 FROM pgleaderlock.leaders WHERE role = %s AND clean", role)
+        await cut_off(primary, standby)
+        assert second.lead(role) == 2
+        await asyncio.to_thread(standby.promote)
+        with ledger_node(standby.dsn, "third", gate_s=1, lease_s=2) as third:
+            assert third.lock(role)
+            won = third.bump(role)
+    assert (won["prev_clean"], won["prev_wait_t"]) == (False, 600.0)
+    assert won["epoch"] == JUMP
+
+
+async def test_after_a_failover_a_new_role_waits_as_long_as_a_leader_of_lost_commits_may_act(
+    pair: tuple[EmbeddedPostgres, EmbeddedPostgres],
+) -> None:
+    """Whoever led it first did so in commits of which no trace is left. Later on, a new role opens at once again."""
+    primary, standby = pair
+    role = fresh_role()
+    with ledger_node(primary.dsn, "first") as first:
+        await until_row(standby, "SELECT 1 FROM pgleaderlock.sessions WHERE session_id = %s", first.session_id)
+        await cut_off(primary, standby)
+        assert first.lead(role) == 1
+        await asyncio.to_thread(standby.promote)
+        with ledger_node(standby.dsn, "second", gate_s=1, lease_s=2) as second:
+            assert second.lock(role)
+            won = second.bump(role)
+            assert (won["prev_clean"], won["prev_wait_t"]) == (False, 600.0)
+            await dba(standby, "UPDATE pgleaderlock.histories SET seen_at = seen_at - interval '1 hour'")
+            assert second.lock("later")
+            assert second.bump("later")["prev_clean"]
+
+
+async def test_an_epoch_advanced_before_a_failover_that_lost_it_is_never_issued_again(
+    pair: tuple[EmbeddedPostgres, EmbeddedPostgres],
+) -> None:
+    """On timeline 2 the epoch is advanced and used; the server of timeline 3 was cut off before that."""
+    primary, second = pair
+    role = fresh_role()
+    with ledger_node(primary.dsn, "on-one") as leader:
+        assert leader.lead(role) == 1
+        await until_row(second, "SELECT 1 FROM pgleaderlock.leaders WHERE role = %s AND epoch = 1", role)
+    await asyncio.to_thread(second.promote)
+    with open_folder() as folder, ledger_node(second.dsn, "on-two") as leader:
+        issued = [leader.lead(role)]
+        third = await asyncio.to_thread(second.make_replica, folder / "third")
+        try:
+            await until_row(third, "SELECT 1 FROM pgleaderlock.leaders WHERE role = %s AND epoch = %s", role, issued[0])
+            await cut_off(second, third)
+            for _ in range(3):
+                issued.append((await advance_epoch(second.dsn, role, namespace="pgleaderlock", channel="c"))[1])
+                issued.append(int(leader.bump(role)["epoch"]))
+            await asyncio.to_thread(third.promote)
+            with ledger_node(third.dsn, "on-three") as other:
+                others = [other.lead(role)]
+                others += [(await advance_epoch(third.dsn, role, namespace="pgleaderlock", channel="c"))[1]]
+                others += [int(other.bump(role)["epoch"])]
+        finally:
+            await asyncio.to_thread(third.close)
+    assert issued == sorted(set(issued))
+    assert others == sorted(set(others))
+    assert min(others) > max(issued)
 
 
 # --- Commits that are not on disk yet
@@ -209,6 +286,16 @@ async def test_no_epoch_is_issued_again_after_a_crash_though_commits_are_asynchr
     assert await rows(careless, "SHOW synchronous_commit") == [("off",)]
     epochs = await _epochs_over_crashes(careless, count(3, 20))
     assert epochs == sorted(set(epochs))
+
+
+async def test_an_advanced_epoch_survives_a_crash_though_commits_are_asynchronous(careless: EmbeddedPostgres) -> None:
+    role = fresh_role()
+    with ledger_node(careless.dsn, "led") as led:
+        led.lead(role)
+    await dba(careless, "CHECKPOINT")
+    _, advanced = await advance_epoch(careless.dsn, role, namespace="pgleaderlock", channel="c")
+    await asyncio.to_thread(careless.restart, "immediate")
+    assert await rows(careless, "SELECT epoch FROM pgleaderlock.leaders WHERE role = %s", role) == [(advanced,)]
 
 
 async def test_a_reload_of_the_servers_files_makes_no_epoch_less_durable(throwaway_postgres: StartServer) -> None:
@@ -254,10 +341,15 @@ async def test_without_a_durable_commit_the_same_crashes_do_issue_an_epoch_again
 # --- A maybe
 
 
-async def test_a_cancelled_wait_for_a_standby_is_not_led_on(throwaway_postgres: StartServer) -> None:
+@pytest.mark.parametrize("dba_hides_warnings", [False, True])
+async def test_a_cancelled_wait_for_a_standby_is_not_led_on(
+    throwaway_postgres: StartServer, dba_hides_warnings: bool
+) -> None:
     """The bump is committed here and nowhere else, which the server calls a warning: nobody leads on that."""
     server = throwaway_postgres()
     await migrate(server.dsn)
+    if dba_hides_warnings:
+        await dba(server, "ALTER ROLE postgres SET client_min_messages = error")
     role = fresh_role()
     # No heartbeat comes in between, and what comes of the maybe is waited for as long as its T.
     timing = {"heartbeat_interval_s": 2.5, "late_threshold_s": 3.1, "session_lease_s": 3.6}

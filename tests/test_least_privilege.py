@@ -3,20 +3,22 @@
 That it can do everything is shown by `test_election_api.py`, which runs each test with it. Here: what it cannot.
 """
 
+import contextlib
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgleaderlock import LeaderElection, LockState, key_pair
 from pgleaderlock._sql import statement
 from support.elections import HASTY, PATIENT, STEADY, SilentLeader, admin, ledger_dsns, one, opens, until
+from support.ledger_node import ledger_node
 from support.server_side import holders
 
-TABLES = ("schema_version", "sessions", "leaders", "terms", "events", "requests", "leader_state")
+TABLES = ("schema_version", "sessions", "leaders", "terms", "events", "requests", "histories", "leader_state")
 WRITES = {
     "insert": "INSERT INTO pgleaderlock.{table} DEFAULT VALUES",
     "update": "UPDATE pgleaderlock.{table} SET {column} = {column}",
@@ -27,7 +29,14 @@ WRITES = {
     "trigger": "CREATE TRIGGER mine BEFORE UPDATE ON pgleaderlock.{table} EXECUTE FUNCTION pgleaderlock.check_fence()",
     "drop": "DROP TABLE pgleaderlock.{table}",
 }
-COLUMN = {"schema_version": "version", "sessions": "beat", "leaders": "epoch", "terms": "epoch", "events": "kind"}
+COLUMN = {
+    "schema_version": "version",
+    "sessions": "beat",
+    "leaders": "epoch",
+    "terms": "epoch",
+    "events": "kind",
+    "histories": "timeline",
+}
 
 
 @pytest.fixture
@@ -217,6 +226,39 @@ def test_what_is_asked_of_a_node_is_settled_by_no_other_node(
             for outcome in ("done", "refused"):
                 hand.execute("SELECT pgleaderlock.settle_request(%s, %s, %s, NULL)", (own, row[0], outcome))
             assert request(superuser, row[0]) == UNTOUCHED
+
+
+@pytest.mark.parametrize("when", ["before the request", "after the request"])
+def test_what_is_asked_of_a_node_is_not_settled_by_another_role_that_copies_its_name_and_instance(
+    plain: str, superuser: str, role: str, when: str
+) -> None:
+    """A session is asked for itself: one that has the same name answers for no other."""
+    node_id, stranger_role = f"node-{role}", f"stranger_{uuid.uuid4().hex[:8]}"
+    with admin(superuser) as dba, contextlib.ExitStack() as stack:
+        dba.execute(f"CREATE ROLE {stranger_role} LOGIN PASSWORD 'x'".encode())
+        dba.execute(f"GRANT CONNECT ON DATABASE elections TO {stranger_role}".encode())
+        dba.execute(statement("grants").replace(b"{role}", stranger_role.encode()))
+        stack.callback(dba.execute, f"DROP ROLE {stranger_role}".encode())
+        stack.callback(dba.execute, f"DROP OWNED BY {stranger_role}".encode())
+        victim = stack.enter_context(ledger_node(plain, node_id))
+
+        def ask() -> int:
+            return int(victim.ask("SELECT pgleaderlock.request_drain(%s, 'pgleaderlock', 'c') AS id", node_id)["id"])
+
+        asked = ask() if when == "after the request" else 0
+        copy = stack.enter_context(ledger_node(make_conninfo(plain, user=stranger_role, password="x"), node_id))
+        copy.instance = victim.instance
+        copy.open()
+        asked = asked or ask()
+        for outcome in ("done", "refused"):
+            copy.ask("SELECT pgleaderlock.settle_request(%s, %s, %s, NULL)", copy.session_id, asked, outcome)
+        assert request(superuser, asked) == UNTOUCHED
+        assert not victim.ask("SELECT ended_at FROM pgleaderlock.sessions WHERE session_id = %s", victim.session_id)[
+            "ended_at"
+        ]
+        victim.ask("SELECT pgleaderlock.settle_request(%s, %s, 'done', NULL)", victim.session_id, asked)
+        if when == "after the request":
+            assert request(superuser, asked)["outcome"] == "done", "but by who was asked"
 
 
 def test_a_role_is_reserved_once_and_for_the_last_node_that_was_named(
