@@ -7,9 +7,11 @@ its own, so roles and gates are replaced as a whole and never changed in place. 
 
 import asyncio
 import contextlib
+import os
 import random
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,19 +53,32 @@ class ElectionRun(ElectionCallbacks):
         self._setup = setup
         self._log = get_logger("pgleaderlock").bind(node=setup.node_id)
         self._gates = {name: self._make_gate(name) for name in setup.keys}
+        self._known_roles = set(setup.keys)
+        self._instance = ""
+        self._observers = Observers(self._log)
+        self._begin_anew()
+        _elections.add(self)
+
+    def _begin_anew(self) -> None:
+        """What a run is made of, before the first run of a process: of the election itself, and of a forked child."""
         self._left_over: tuple[LeaderGate, ...] = ()
         self._roles: dict[str, Role] = {}
         self._changing = threading.RLock()  # roles come and go at home or on the engine's loop
-        self._known_roles = set(setup.keys)
         self._gone: dict[str, asyncio.Future[None]] = {}
-        self._instance = ""
         self._engine: Engine | None = None
         self._task: asyncio.Task[None] | None = None
         self._dispatcher: Dispatcher | None = None
-        self._observers = Observers(self._log)
         self._changes = Changes()
         self._told_looks: dict[str, Look | None] = {}
         self._last_error: Exception | None = None
+
+    def begin_anew_in_child(self) -> None:
+        """In a forked child: the parent's run goes on in the parent alone, and this process may begin one of its own.
+
+        The copies are kept: their finalizers would run clean-up of the parent's in the child.
+        """
+        _of_parents.append((self._task, self._engine, self._dispatcher, self._roles, self._changes, self._gone))
+        self._begin_anew()
 
     # --- The task
 
@@ -76,6 +91,8 @@ class ElectionRun(ElectionCallbacks):
         dispatcher.start()
         self._gone = {}
         with self._changing:
+            for gate in self._gates.values():
+                gate.begin_anew()
             self._roles = {name: self._make_role(name) for name in self._setup.keys}
         self._task = asyncio.create_task(self._run(), name="pgleaderlock election")
         return self._task
@@ -377,3 +394,16 @@ class ElectionRun(ElectionCallbacks):
         return LeaderInfo(
             name, look.epoch, look.holder_identity, look.node_id, unchanged_s, stale=unchanged_s > threshold_s
         )
+
+
+_elections: "weakref.WeakSet[ElectionRun]" = weakref.WeakSet()
+_of_parents: list[object] = []
+
+
+def _begin_anew_in_child() -> None:
+    ElectionRun._rng.seed()  # noqa: SLF001 - it is our own; children of one parent must not try in step
+    for election in list(_elections):
+        election.begin_anew_in_child()
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_child)
