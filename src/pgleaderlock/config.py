@@ -35,6 +35,7 @@ from pgleaderlock._config_read import (
 from pgleaderlock._config_rules import check, gate_under_lease_s, role_pair, statement_timeout_s, thresholds
 from pgleaderlock._config_schema import ELECTION, ROLE, Setting, json_schema
 from pgleaderlock._conninfo import Dsn, resolve
+from pgleaderlock._election_settings import role_of_environment
 from pgleaderlock.keys import key_pair
 
 __all__ = [
@@ -57,8 +58,6 @@ __all__ = [
 
 FILE_NAME = "pgleaderlock.toml"
 FILE_VARIABLE = "PGLEADERLOCK_CONFIG"
-ROLE_OF_THE_ENVIRONMENT = "leader"
-"""What LEADER_LOCK_KEY names where no role is configured, as in `LeaderElection.from_env`."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -220,7 +219,8 @@ def _keyed(roles: dict[str, RoleSettings], key: Value | None, problems: list[Pro
         return roles
     if not roles:
         enabled = next(Value(setting, setting.default) for setting in ROLE if setting.key == "enabled")
-        return {ROLE_OF_THE_ENVIRONMENT: RoleSettings(ROLE_OF_THE_ENVIRONMENT, key.origin, key, enabled)}
+        name = role_of_environment(key.value)  # as `LeaderElection.from_env` has it
+        return {name: RoleSettings(name, key.origin, key, enabled)}
     return {name: replace(role, key=key) for name, role in roles.items()}
 
 
