@@ -2,7 +2,7 @@
 
 The application's loop is home: callbacks, works and waits are there. With `heartbeat_thread` the engine has a loop of
 its own, so roles and gates are replaced as a whole and never changed in place. Imports `_engine`, `_election_setup`,
-`_election_roles`, `_listener`, `_watchdog`, `_changes`, `_observers`, `gate` and what they stand on.
+`_election_roles`, `_listener`, `_watchdog`, `_changes`, `_observers`, `_transitions`, `gate` and what they stand on.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from pgleaderlock._logging import get_logger
 from pgleaderlock._observers import Observers
 from pgleaderlock._roles import LeaderInfo, Role
 from pgleaderlock._thread import run_in_thread, settle
+from pgleaderlock._transitions import TransitionLog
 from pgleaderlock._watchdog import Watchdog
 from pgleaderlock.errors import ConfigurationError, LockError
 from pgleaderlock.gate import LeaderGate
@@ -56,6 +57,8 @@ class ElectionRun(ElectionCallbacks):
         self._known_roles = set(setup.keys)
         self._instance = ""
         self._observers = Observers(self._log)
+        self._transitions = TransitionLog(self._log, lambda: self._setup.keys)
+        self._observers.add(self._transitions)
         self._begin_anew()
         _elections.add(self)
 
@@ -85,6 +88,7 @@ class ElectionRun(ElectionCallbacks):
     def _launch(self) -> "asyncio.Task[None]":
         self._last_error = None
         self._instance = str(uuid.uuid4())  # a new run knows nothing of what an earlier one was waiting for
+        self._transitions.begin(self._holder_identity())
         self._home = asyncio.get_running_loop()
         self._attempted = asyncio.Event()
         self._dispatcher = dispatcher = Dispatcher(self._registry, self._clock, self._log)
@@ -96,6 +100,11 @@ class ElectionRun(ElectionCallbacks):
             self._roles = {name: self._make_role(name) for name in self._setup.keys}
         self._task = asyncio.create_task(self._run(), name="pgleaderlock election")
         return self._task
+
+    def _holder_identity(self) -> str:
+        if self._setup.standalone:
+            return f"{self._setup.node_id}-standalone"
+        return self._setup.identity(self._instance).holder_identity
 
     @property
     def _running(self) -> bool:
@@ -249,10 +258,10 @@ class ElectionRun(ElectionCallbacks):
             self._left_over = tuple(old for old in (*self._left_over, gate) if old.in_flight)
             self._roles = {known: role for known, role in self._roles.items() if known != name}
             self._gates = {known: gate for known, gate in self._gates.items() if known != name}
-            self._setup = self._setup.without_role(name)
             self._changes.forget(name)
             self._known_roles.discard(name)
             self._observers.tell("role_removed", name)
+            self._setup = self._setup.without_role(name)
         if (gone := self._gone.pop(name, None)) is not None:
             with contextlib.suppress(RuntimeError):  # its loop is gone, and whoever waited there
                 gone.get_loop().call_soon_threadsafe(settle, gone)
@@ -278,7 +287,7 @@ class ElectionRun(ElectionCallbacks):
     # --- Without a database
 
     def _lead_alone(self, roles: list[Role]) -> None:
-        lead_alone(roles, f"{self._setup.node_id}-standalone", self._setup.namespace, self._clock.now())
+        lead_alone(roles, self._holder_identity(), self._setup.namespace, self._clock.now())
         for role in roles:
             self._observers.tell("acquired", role.name, role.epoch, 0.0, False)
         self._announce()
@@ -350,8 +359,11 @@ class ElectionRun(ElectionCallbacks):
             self._home.call_soon_threadsafe(self._dispatcher.emit, event, *args)
 
     def _announce(self) -> None:
-        """Tell the subscribers what has changed since they were last told."""
-        changed = self._changes.news([self._as_seen(name, gate) for name, gate in self._suspects()])
+        """Tell the log and the subscribers what has changed since they were last told."""
+        suspects = self._suspects()
+        for _, gate in suspects:
+            self._transitions.look_at(gate)
+        changed = self._changes.news([self._as_seen(name, gate) for name, gate in suspects])
         if not changed:
             return
         if asyncio.get_running_loop() is self._home:

@@ -36,7 +36,7 @@ from pgleaderlock._config_rules import check, gate_under_lease_s, role_pair, sta
 from pgleaderlock._config_schema import ELECTION, ROLE, Setting, json_schema
 from pgleaderlock._conninfo import Dsn, resolve
 from pgleaderlock._election_settings import role_of_environment
-from pgleaderlock.keys import key_pair
+from pgleaderlock.keys import bigint_from_key_pair, key_pair
 
 __all__ = [
     "FILE_NAME",
@@ -182,7 +182,7 @@ class Config:
         if len(set(names)) < len(names) or not own.keys() & set(names):
             return tuple(names)  # or one is named twice, which the election refuses
         pairs = {name: role_pair(own[name], namespace) if name in own else key_pair(name, namespace) for name in names}
-        return {name: key1 * 2**32 + key2 % 2**32 for name, (key1, key2) in pairs.items()}
+        return {name: bigint_from_key_pair(pair) for name, pair in pairs.items()}
 
 
 def find_file(path: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Path | None:

@@ -65,6 +65,8 @@ class LeaderGate:
         self._term = _SHUT
         self._closed_because = "never_led"
         self._held_shut: set[str] = set()
+        self.lapses = 0
+        """How often a heartbeat came after the deadline: the gate had shut by itself, and was opened again."""
         self._lock = threading.Lock()
         self._acting: dict[object, asyncio.Task[Any] | None] = {}  # None: in a thread without a loop
         self._blocked: Counter[str] = Counter()
@@ -79,6 +81,11 @@ class LeaderGate:
         """May this node act now?"""
         opens_at, deadline, _ = self._visible
         return opens_at <= self._now() < deadline
+
+    @property
+    def shut_because(self) -> str | None:
+        """Why this node must not act now, as `NotLeader.reason` says it; None while the gate is open."""
+        return None if self.is_leader else self._refusal().reason
 
     @property
     def current_epoch(self) -> int | None:
@@ -177,6 +184,7 @@ class LeaderGate:
         with self._lock:
             opens_at, before, token = self._term
             if token is not None and deadline > before:
+                self.lapses += opens_at < before <= self._now()
                 self._term = _Opening(opens_at, deadline, token)
                 self._publish()
 
