@@ -417,7 +417,12 @@ async def test_a_standalone_election_leads_without_a_database_and_says_so_loudly
             assert leader.node_id == "only"
     assert not election.gate("a").is_leader
     assert election.state("a") is LockState.STOPPED
-    (warning,) = [record for record in records if "standalone" in record.getMessage()]
+    (warning,) = [record for record in records if vars(record)["event"] == "standalone"]
+    released = [vars(record) for record in records if vars(record)["event"] == "leadership_released"]
+    assert [(line["role"], line["epoch"], line["holder_identity"]) for line in released] == [
+        ("a", 0, "only-standalone"),
+        ("b", 0, "only-standalone"),
+    ]
     assert warning.levelname == "WARNING"
     assert "WITHOUT a database" in warning.getMessage()
     assert sorted(heard[:2]) == ["acquired a", "acquired b"]

@@ -130,8 +130,11 @@ class ElectionRun(ElectionCallbacks):
             self._engine = None
             for role in self._roles.values():
                 if role.driver.state is not LockState.STOPPED:
+                    epoch = role.epoch if self._setup.standalone else None  # an engine has told of its terms itself
                     role.gate.close("released")
                     role.walk_to_stopped()
+                    if epoch is not None:
+                        self._observers.tell("lost", role.name, epoch, "released")
             self._dispatcher.emit("on_stopped")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FORCED_END_S):
