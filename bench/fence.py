@@ -92,7 +92,11 @@ async def throughput(dsn: str) -> Figure:
         await run_pgbench(dsn, "-i", "-q", "-s", str(SCALE))
         # As from the second transaction of a connection on: the holder is compared in the first only.
         values = {"role": f"'{ROLE}'", "epoch": epoch, "namespace": "'pgleaderlock'", "holder": "NULL"}
-        fence = one_line(statement("fence").decode()) % {**values, "idle_timeout": "'10000ms'"}
+        fence = one_line(statement("fence").decode()) % {
+            **values,
+            "idle_timeout": "'10000ms'",
+            "mark": "'[fence 0123abcd]'",
+        }
         update = (await run_pgbench(dsn, "--show-script=tpcb-like")).replace(":scale", str(SCALE))
         insert = f"BEGIN;\n{_WRITE}\nCOMMIT;"
         # Beside the figure: a statement that does nothing in the fence's place, the price of the round trip alone;

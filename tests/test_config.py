@@ -276,7 +276,7 @@ def test_the_variables_are_read_as_an_election_reads_them() -> None:
     config = Config.load(None, EVERYTHING)
     wanted = from_environment(EVERYTHING)
     key = wanted.pop("lock_key")
-    assert (config.dsn, config.roles) == (wanted.pop("dsn"), {"leader": key})
+    assert (config.dsn, config.roles) == (wanted.pop("dsn"), {f"leader-{key}": key})
     assert config.election_options() == wanted
 
 

@@ -1,6 +1,7 @@
 """The fence for SQLAlchemy: connections and sessions, async and sync, with the driver psycopg."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +18,7 @@ from sqlalchemy.pool import NullPool
 
 from pgleaderlock.contrib.sqlalchemy import fenced
 from pgleaderlock.embedded import EmbeddedPostgres
-from pgleaderlock.errors import ConfigurationError, NotLeader, SchemaError, StaleEpoch
+from pgleaderlock.errors import ConfigurationError, FenceLost, NotLeader, SchemaError, StaleEpoch
 from pgleaderlock.models import LeaderToken
 from support.fencing import Leader, database, ledger_database, until_waiting
 
@@ -95,7 +96,37 @@ def written(dsn: str) -> list[str]:
         return [row[0] for row in conn.execute("SELECT what FROM written ORDER BY what").fetchall()]
 
 
+ENDINGS = ["COMMIT", "COMMIT; BEGIN"]
+
+
 # --- Blocking
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("way", ["own", "joined", "implicit"])
+def test_a_transaction_that_ends_inside_the_block_is_an_error(
+    leader: Leader, target: Target, ending: str, way: str
+) -> None:
+    token = leader.win()
+    if way == "implicit":
+        target.execute(INSERT, {"what": "before"})
+    with (  # noqa: PT012 - the story is the claim
+        pytest.raises(FenceLost),
+        target.begin() if way == "joined" else contextlib.nullcontext(),
+        fenced(target, token),
+    ):
+        target.execute(sa.text(ending))
+        target.execute(INSERT, {"what": "after"})
+    target.rollback()
+
+
+def test_a_commit_by_sqlalchemy_itself_may_be_the_last_of_the_block(
+    ledger: str, leader: Leader, target: Target
+) -> None:
+    with fenced(target, leader.win()):
+        target.execute(INSERT, {"what": "fenced"})
+        target.commit()
+    assert written(ledger) == ["fenced"]
 
 
 def test_the_current_epoch_commits_and_a_stale_one_writes_nothing(ledger: str, leader: Leader, target: Target) -> None:
@@ -206,6 +237,24 @@ async def test_the_same_for_async(ledger: str, leader: Leader, async_target: Any
         async with fenced(async_target, token):
             await async_target.execute(INSERT, {"what": "stale"})
     assert written(ledger) == ["current"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("way", ["own", "joined", "implicit"])
+async def test_an_async_transaction_that_ends_inside_the_block_is_an_error(
+    leader: Leader, async_target: Any, ending: str, way: str
+) -> None:
+    token = leader.win()
+    if way == "implicit":
+        await async_target.execute(INSERT, {"what": "before"})
+    with pytest.raises(FenceLost):  # noqa: PT012 - the story is the claim
+        async with (
+            async_target.begin() if way == "joined" else contextlib.nullcontext(),
+            fenced(async_target, token),
+        ):
+            await async_target.execute(sa.text(ending))
+            await async_target.execute(INSERT, {"what": "after"})
+    await async_target.rollback()
 
 
 async def test_an_async_transaction_is_joined(ledger: str, leader: Leader, async_target: Any) -> None:

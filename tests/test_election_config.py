@@ -1,6 +1,7 @@
 """`LeaderElection.from_config`: what the file says is what the election does, and a keyword wins over it."""
 
 import asyncio
+import secrets
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from pgleaderlock._conninfo import resolve
 from pgleaderlock._election_settings import Timing
 from pgleaderlock.config import Config, ConfigFileError
 from pgleaderlock.keys import key_pair_from_bigint
-from support.elections import bounded, ledger_dsns, opens
+from support.elections import PATIENT, bounded, ledger_dsns, opens
 
 FILE = """\
 [cluster.leader_election]
@@ -128,6 +129,16 @@ async def test_it_leads_every_role_of_the_file(node_dsn: str, file: Path) -> Non
         for role in ("mail", "invoices"):
             await bounded(opens(election, role))
         assert election.leader("mail") is not None
+
+
+async def test_two_scopes_by_key_in_one_database_lead_side_by_side(node_dsn: str) -> None:
+    keys = [secrets.randbits(62), -secrets.randbits(62) - 1]
+    environments = [{"PG_CONN_STRING": node_dsn, "LEADER_LOCK_KEY": str(key)} for key in keys]
+    first = LeaderElection.from_env(environ=environments[0], **PATIENT)
+    second = LeaderElection.from_config(Config.load(environ=environments[1]), **PATIENT)
+    async with first, second:
+        for election in (first, second):
+            await bounded(opens(election, *election.roles))
 
 
 def test_the_environments_key_is_that_of_the_role_which_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

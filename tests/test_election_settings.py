@@ -290,6 +290,15 @@ def test_without_variables_the_defaults_hold() -> None:
     assert from_environment({}) == {}
 
 
+@pytest.mark.parametrize(
+    ("key", "role"), [("7", "leader-7"), ("007", "leader-7"), (str(-(2**63)), f"leader-{-(2**63)}"), ("", "leader")]
+)
+def test_a_role_that_is_not_named_has_a_name_of_its_own_for_each_key(key: str, role: str) -> None:
+    environ = {**EVERYTHING, "LEADER_LOCK_KEY": key}
+    assert LeaderElection.from_env(environ=environ).roles == (role,)
+    assert LeaderElection.from_env("leader", environ).roles == ("leader",)
+
+
 def test_the_process_environment_is_what_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in EVERYTHING.items():
         monkeypatch.setenv(name, value)
@@ -408,7 +417,12 @@ async def test_a_standalone_election_leads_without_a_database_and_says_so_loudly
             assert leader.node_id == "only"
     assert not election.gate("a").is_leader
     assert election.state("a") is LockState.STOPPED
-    (warning,) = [record for record in records if "standalone" in record.getMessage()]
+    (warning,) = [record for record in records if vars(record)["event"] == "standalone"]
+    released = [vars(record) for record in records if vars(record)["event"] == "leadership_released"]
+    assert [(line["role"], line["epoch"], line["holder_identity"]) for line in released] == [
+        ("a", 0, "only-standalone"),
+        ("b", 0, "only-standalone"),
+    ]
     assert warning.levelname == "WARNING"
     assert "WITHOUT a database" in warning.getMessage()
     assert sorted(heard[:2]) == ["acquired a", "acquired b"]

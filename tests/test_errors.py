@@ -1,6 +1,7 @@
 """One exception tree, with the names of the contract."""
 
 import builtins
+import pickle
 
 import pytest
 
@@ -9,6 +10,7 @@ from pgleaderlock import errors
 from pgleaderlock.errors import (
     ConfigurationError,
     LockError,
+    LockNotAcquired,
     PgLeaderLockError,
     ShutdownError,
     UnsafeSessionError,
@@ -52,3 +54,11 @@ def test_every_public_name_exists() -> None:
     assert sorted(set(pgleaderlock.__all__)) == sorted(pgleaderlock.__all__)
     for name in pgleaderlock.__all__:
         assert hasattr(pgleaderlock, name)
+
+
+def test_a_lock_that_was_not_acquired_names_its_subscription_pickled_or_not() -> None:
+    error = LockNotAcquired("billing", holder_pid=7, holder_application_name="other")
+    copy = pickle.loads(pickle.dumps(error))
+    for each in (error, copy):
+        assert each.subscription_name == each.name == "billing"
+        assert (each.holder_pid, each.holder_application_name) == (7, "other")

@@ -13,11 +13,13 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
+from conftest import StartPooler
 from pgleaderlock import _sql
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.errors import (
     ConfigurationError,
     ConnectionError,
+    FenceLost,
     NotFenced,
     NotLeader,
     PgLeaderLockError,
@@ -276,14 +278,152 @@ async def test_a_savepoint_inside_the_block_keeps_the_fence(ledger: str, leader:
     assert written(ledger) == ["kept"]
 
 
-async def test_a_rollback_by_hand_to_an_older_savepoint_takes_the_fence_back(leader: Leader, connect: Any) -> None:
+async def test_a_rollback_by_hand_to_an_older_savepoint_takes_the_fence_back_and_the_block_says_so(
+    leader: Leader, connect: Any
+) -> None:
     # PostgreSQL's rule, said in the documentation: this is why a fenced table fences again.
     token = leader.win()
-    async with await connect() as conn, conn.transaction():
-        await conn.execute("SAVEPOINT older")
+    async with await connect() as conn:
+        with pytest.raises(FenceLost, match="older savepoint"):  # noqa: PT012 - the story is the claim
+            async with conn.transaction():
+                await conn.execute("SAVEPOINT older")
+                async with fenced(conn, token):
+                    await conn.execute("ROLLBACK TO older")
+                    assert leader.bumped() == ("won", 2)
+
+
+# --- The transaction ends inside the block
+
+ENDINGS = ["COMMIT", "ROLLBACK", "COMMIT; BEGIN", "ROLLBACK; BEGIN", "COMMIT AND CHAIN", "ROLLBACK AND CHAIN"]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("way", ["own", "joined", "implicit"])
+async def test_a_transaction_that_ends_inside_the_block_is_an_error(
+    leader: Leader, connect: Any, ending: str, way: str
+) -> None:
+    token = leader.win()
+    async with await connect(autocommit=way != "implicit") as conn:
+        if way == "implicit":
+            await write(conn, "before")
+        with pytest.raises(FenceLost, match="role 'billing', epoch 1"):  # noqa: PT012 - the story is the claim
+            async with conn.transaction() if way == "joined" else contextlib.nullcontext(), fenced(conn, token):
+                await write(conn, "fenced")
+                await conn.execute(ending.encode())
+                await write(conn, "after")
+        await conn.rollback()
+        assert conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_same_on_a_blocking_connection(ledger: str, leader: Leader, ending: str, joined: bool) -> None:
+    token = leader.win()
+    with psycopg.connect(ledger, autocommit=True) as conn:
+        with (
+            pytest.raises(FenceLost),
+            conn.transaction() if joined else contextlib.nullcontext(),
+            fenced(conn, token),
+        ):
+            conn.execute(ending.encode())
+        assert conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+
+
+async def test_a_name_that_is_set_behind_a_lost_fence_does_not_hide_the_loss(leader: Leader, connect: Any) -> None:
+    token = leader.win()
+    async with await connect() as conn:
+        with pytest.raises(FenceLost):
+            async with fenced(conn, token):
+                await conn.execute("COMMIT; BEGIN; SET application_name = 'another'")
+
+
+async def test_what_was_written_behind_a_lost_fence_is_rolled_back_where_it_still_can_be(
+    ledger: str, leader: Leader, connect: Any
+) -> None:
+    token = leader.win()
+    async with await connect() as conn:
+        with pytest.raises(FenceLost):  # noqa: PT012 - the story is the claim
+            async with fenced(conn, token):
+                await write(conn, "fenced")
+                await conn.execute("COMMIT AND CHAIN")
+                await write(conn, "unfenced")
+    assert written(ledger) == ["fenced"]
+
+
+async def test_a_second_fence_after_a_commit_does_not_stand_in_for_the_first(leader: Leader, connect: Any) -> None:
+    token = leader.win()
+    async with await connect() as conn:
+        with pytest.raises(FenceLost):  # noqa: PT012 - the story is the claim
+            async with fenced(conn, token):
+                await conn.execute("COMMIT; BEGIN")
+                async with fenced(conn, token):
+                    pass
+
+
+async def test_an_error_of_the_block_is_not_masked_by_the_loss_of_the_fence(leader: Leader, connect: Any) -> None:
+    token = leader.win()
+    async with await connect() as conn:
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012 - the story is the claim
+            async with fenced(conn, token):
+                await conn.execute("COMMIT")
+                raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "statement", ["SET LOCAL application_name = 'x'", "SET application_name = 'x'", "RESET application_name"]
+)
+async def test_a_name_that_is_set_inside_the_block_is_no_loss(
+    ledger: str, leader: Leader, connect: Any, statement: str
+) -> None:
+    token = leader.win()
+    async with await connect() as conn, fenced(conn, token):
+        await write(conn, "kept")
+        await conn.execute(statement.encode())
+    assert written(ledger) == ["kept"]
+
+
+async def test_fences_within_each_other_and_a_failed_savepoint_lose_nothing(
+    ledger: str, leader: Leader, connect: Any
+) -> None:
+    token = leader.win()
+    name = "an application with a name that fills all of its sixty-three bytes"[:63]
+    async with await connect(application_name=name) as conn:
         async with fenced(conn, token):
-            await conn.execute("ROLLBACK TO older")
-            assert leader.bumped() == ("won", 2)
+            for _ in range(5):  # more than the name has room for
+                async with conn.transaction(), fenced(conn, token):
+                    await write(conn, "kept")
+            with contextlib.suppress(psycopg.errors.DivisionByZero):
+                async with conn.transaction(), fenced(conn, token):
+                    await conn.execute("SELECT 1/0")
+        assert conn.info.parameter_status("application_name") == name
+    assert written(ledger) == ["kept"] * 5
+
+
+async def test_a_block_that_ends_in_a_failed_transaction_commits_nothing_and_is_no_loss(
+    ledger: str, leader: Leader, connect: Any
+) -> None:
+    token = leader.win()
+    async with await connect() as conn:
+        async with fenced(conn, token):
+            await write(conn, "never")
+            with contextlib.suppress(psycopg.errors.DivisionByZero):
+                await conn.execute("SELECT 1/0")
+        assert conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+    assert written(ledger) == []
+
+
+async def test_behind_a_pooler_in_transaction_mode_an_end_inside_the_block_is_an_error_too(
+    ledger: str, leader: Leader, pgbouncer: StartPooler
+) -> None:
+    token = leader.win()
+    pooled = pgbouncer(ledger, "transaction")
+    async with await psycopg.AsyncConnection.connect(pooled, autocommit=True, prepare_threshold=None) as conn:
+        async with fenced(conn, token):
+            await write(conn, "fenced")
+        with pytest.raises(FenceLost):
+            async with fenced(conn, token):
+                await conn.execute("COMMIT; BEGIN")
+    assert written(ledger) == ["fenced"]
 
 
 async def test_cancelling_a_writer_that_waits_for_its_fence_leaves_its_connection_clean(

@@ -643,3 +643,49 @@ def reason_in_child(gate: LeaderGate) -> str:
     except NotLeader as refused:
         return refused.reason
     return "open"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("shut", "why"), [(LeaderGate.disable, "vetoed"), (LeaderGate.switch_off, "disabled"), (LeaderGate.drain, "open")]
+)
+def test_after_a_fork_a_gate_that_begins_anew_keeps_what_its_node_had_decided(
+    gate: LeaderGate, clock: FakeClock, shut: Callable[[LeaderGate], None], why: str
+) -> None:
+    open_for(gate, clock)
+    shut(gate)
+
+    def ask() -> str:
+        before = reason_in_child(gate)
+        gate.begin_anew()
+        epoch = gate.current_epoch
+        open_for(gate, clock, token=SECOND)
+        return f"{before} {epoch} {reason_in_child(gate)}"
+
+    assert in_child(ask) == f"forked None {why}"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_work_in_flight_at_a_fork_is_the_parents_alone(gate: LeaderGate, clock: FakeClock) -> None:
+    open_for(gate, clock)
+    acting = gate.acting()
+    acting.__enter__()
+
+    def ask() -> str:
+        inside = gate.in_flight
+        acting.__exit__(None, None, None)
+        return f"{inside} {gate.in_flight}"
+
+    assert in_child(ask) == "0 0"
+    assert gate.in_flight == 1
+    acting.__exit__(None, None, None)
+    assert gate.in_flight == 0
+
+
+def test_beginning_anew_without_a_fork_changes_nothing(gate: LeaderGate, clock: FakeClock) -> None:
+    open_for(gate, clock)
+    gate.begin_anew()
+    assert gate.require_leader() == FIRST
+    gate.close("lost")
+    gate.begin_anew()
+    assert reason_in_child(gate) == "lost"

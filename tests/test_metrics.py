@@ -16,6 +16,7 @@ from pgleaderlock._metric_table import METRICS
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.gate import _EXPLAINED
 from pgleaderlock.metrics import GATE_REASONS, ElectionMetrics
+from pgleaderlock.server.metrics import Metrics
 from support.elections import PATIENT, STEADY, ledger_dsns, until
 from support.server_side import terminate
 
@@ -281,3 +282,47 @@ def test_the_last_one_leaves_the_registry_as_it_was() -> None:
         metrics.close()
         metrics.role_added("late")
         assert metrics.exposition() == b""
+
+
+# Names from the designs that this library follows.
+NAMES_OF_OTHER_DESIGNS = {
+    "leader_acquired_total",
+    "leadership_lost_total",
+    "acquire_attempts_total",
+    "extrinsic_blocked_not_leader_total",
+    "is_leader",
+    "leader_epoch",
+    "heartbeat_age_ms",
+    "acquire_latency_ms",
+    "heartbeat_update_ms",
+    "forge_leader_is_leader",
+    "forge_leader_elections_total",
+    "forge_leader_tenure_seconds",
+    "forge_leader_failovers_total",
+}
+NAMES_OF_THE_LOCK_SERVER = {
+    "lock_acquire_total",
+    "lock_renew_total",
+    "lock_release_total",
+    "lock_op_latency_ms",
+    "lock_db_busy_total",
+    "locks_held",
+    "lock_expired_total",
+}
+
+
+def test_the_page_says_for_each_name_of_another_design_which_of_our_metrics_answers() -> None:
+    section = PAGE.read_text(encoding="utf-8").split("### Names of other designs\n")[1].split("\n#")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.MULTILINE))
+    assert rows.keys() == NAMES_OF_OTHER_DESIGNS
+    ours = {metric.name for metric in METRICS}
+    for name, answer in rows.items():
+        named = set(re.findall(r"`(\w+)`", answer))
+        assert named, name
+        assert named <= ours, name
+
+
+def test_the_lock_servers_metrics_have_the_names_of_its_design() -> None:
+    families = text_string_to_metric_families(Metrics().exposition().decode())
+    shown = {f"{family.name}_total" if family.type == "counter" else family.name for family in families}
+    assert shown == NAMES_OF_THE_LOCK_SERVER

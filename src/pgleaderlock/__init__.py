@@ -8,6 +8,7 @@ from pgleaderlock.election import LeaderElection
 from pgleaderlock.errors import (
     ConfigurationError,
     CoordinationError,
+    FenceLost,
     LockError,
     LockNotAcquired,
     NotFenced,
@@ -48,6 +49,7 @@ __all__ = [
     "ElectionObserver",
     "ErrorCallback",
     "ExponentialBackoff",
+    "FenceLost",
     "FixedInterval",
     "LeaderElection",
     "LeaderGate",

@@ -2,14 +2,16 @@
 
 The application's loop is home: callbacks, works and waits are there. With `heartbeat_thread` the engine has a loop of
 its own, so roles and gates are replaced as a whole and never changed in place. Imports `_engine`, `_election_setup`,
-`_election_roles`, `_listener`, `_watchdog`, `_changes`, `_observers`, `gate` and what they stand on.
+`_election_roles`, `_listener`, `_watchdog`, `_changes`, `_observers`, `_transitions`, `gate` and what they stand on.
 """
 
 import asyncio
 import contextlib
+import os
 import random
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +28,7 @@ from pgleaderlock._logging import get_logger
 from pgleaderlock._observers import Observers
 from pgleaderlock._roles import LeaderInfo, Role
 from pgleaderlock._thread import run_in_thread, settle
+from pgleaderlock._transitions import TransitionLog
 from pgleaderlock._watchdog import Watchdog
 from pgleaderlock.errors import ConfigurationError, LockError
 from pgleaderlock.gate import LeaderGate
@@ -51,34 +54,57 @@ class ElectionRun(ElectionCallbacks):
         self._setup = setup
         self._log = get_logger("pgleaderlock").bind(node=setup.node_id)
         self._gates = {name: self._make_gate(name) for name in setup.keys}
+        self._known_roles = set(setup.keys)
+        self._instance = ""
+        self._observers = Observers(self._log)
+        self._transitions = TransitionLog(self._log, lambda: self._setup.keys)
+        self._observers.add(self._transitions)
+        self._begin_anew()
+        _elections.add(self)
+
+    def _begin_anew(self) -> None:
+        """What a run is made of, before the first run of a process: of the election itself, and of a forked child."""
         self._left_over: tuple[LeaderGate, ...] = ()
         self._roles: dict[str, Role] = {}
         self._changing = threading.RLock()  # roles come and go at home or on the engine's loop
-        self._known_roles = set(setup.keys)
         self._gone: dict[str, asyncio.Future[None]] = {}
-        self._instance = ""
         self._engine: Engine | None = None
         self._task: asyncio.Task[None] | None = None
         self._dispatcher: Dispatcher | None = None
-        self._observers = Observers(self._log)
         self._changes = Changes()
         self._told_looks: dict[str, Look | None] = {}
         self._last_error: Exception | None = None
+
+    def begin_anew_in_child(self) -> None:
+        """In a forked child: the parent's run goes on in the parent alone, and this process may begin one of its own.
+
+        The copies are kept: their finalizers would run clean-up of the parent's in the child.
+        """
+        _of_parents.append((self._task, self._engine, self._dispatcher, self._roles, self._changes, self._gone))
+        self._begin_anew()
 
     # --- The task
 
     def _launch(self) -> "asyncio.Task[None]":
         self._last_error = None
         self._instance = str(uuid.uuid4())  # a new run knows nothing of what an earlier one was waiting for
+        self._transitions.begin(self._holder_identity())
         self._home = asyncio.get_running_loop()
         self._attempted = asyncio.Event()
         self._dispatcher = dispatcher = Dispatcher(self._registry, self._clock, self._log)
         dispatcher.start()
         self._gone = {}
         with self._changing:
+            for gate in self._gates.values():
+                gate.begin_anew()
             self._roles = {name: self._make_role(name) for name in self._setup.keys}
         self._task = asyncio.create_task(self._run(), name="pgleaderlock election")
         return self._task
+
+    def _holder_identity(self) -> str:
+        if self._setup.standalone:
+            return f"{self._setup.node_id}-standalone"
+        return self._setup.identity(self._instance).holder_identity
 
     @property
     def _running(self) -> bool:
@@ -104,8 +130,11 @@ class ElectionRun(ElectionCallbacks):
             self._engine = None
             for role in self._roles.values():
                 if role.driver.state is not LockState.STOPPED:
+                    epoch = role.epoch if self._setup.standalone else None  # an engine has told of its terms itself
                     role.gate.close("released")
                     role.walk_to_stopped()
+                    if epoch is not None:
+                        self._observers.tell("lost", role.name, epoch, "released")
             self._dispatcher.emit("on_stopped")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FORCED_END_S):
@@ -232,10 +261,10 @@ class ElectionRun(ElectionCallbacks):
             self._left_over = tuple(old for old in (*self._left_over, gate) if old.in_flight)
             self._roles = {known: role for known, role in self._roles.items() if known != name}
             self._gates = {known: gate for known, gate in self._gates.items() if known != name}
-            self._setup = self._setup.without_role(name)
             self._changes.forget(name)
             self._known_roles.discard(name)
             self._observers.tell("role_removed", name)
+            self._setup = self._setup.without_role(name)
         if (gone := self._gone.pop(name, None)) is not None:
             with contextlib.suppress(RuntimeError):  # its loop is gone, and whoever waited there
                 gone.get_loop().call_soon_threadsafe(settle, gone)
@@ -261,7 +290,7 @@ class ElectionRun(ElectionCallbacks):
     # --- Without a database
 
     def _lead_alone(self, roles: list[Role]) -> None:
-        lead_alone(roles, f"{self._setup.node_id}-standalone", self._setup.namespace, self._clock.now())
+        lead_alone(roles, self._holder_identity(), self._setup.namespace, self._clock.now())
         for role in roles:
             self._observers.tell("acquired", role.name, role.epoch, 0.0, False)
         self._announce()
@@ -333,8 +362,11 @@ class ElectionRun(ElectionCallbacks):
             self._home.call_soon_threadsafe(self._dispatcher.emit, event, *args)
 
     def _announce(self) -> None:
-        """Tell the subscribers what has changed since they were last told."""
-        changed = self._changes.news([self._as_seen(name, gate) for name, gate in self._suspects()])
+        """Tell the log and the subscribers what has changed since they were last told."""
+        suspects = self._suspects()
+        for _, gate in suspects:
+            self._transitions.look_at(gate)
+        changed = self._changes.news([self._as_seen(name, gate) for name, gate in suspects])
         if not changed:
             return
         if asyncio.get_running_loop() is self._home:
@@ -377,3 +409,16 @@ class ElectionRun(ElectionCallbacks):
         return LeaderInfo(
             name, look.epoch, look.holder_identity, look.node_id, unchanged_s, stale=unchanged_s > threshold_s
         )
+
+
+_elections: "weakref.WeakSet[ElectionRun]" = weakref.WeakSet()
+_of_parents: list[object] = []
+
+
+def _begin_anew_in_child() -> None:
+    ElectionRun._rng.seed()  # noqa: SLF001 - it is our own; children of one parent must not try in step
+    for election in list(_elections):
+        election.begin_anew_in_child()
+
+
+os.register_at_fork(after_in_child=_begin_anew_in_child)

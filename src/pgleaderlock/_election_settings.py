@@ -26,6 +26,7 @@ __all__ = [
     "from_environment",
     "one_more_role",
     "role_keys",
+    "role_of_environment",
 ]
 
 # The server's lock table is shared by everybody and holds some 12,000 entries at its defaults: a full one refuses
@@ -195,6 +196,11 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, obje
             raise ConfigurationError(f"LEADER_LOCK_KEY={key!r} is no number: give a 64-bit integer, or unset it")
         found["lock_key"] = int(key)
     return found
+
+
+def role_of_environment(key: int | None) -> str:
+    """The role that nobody has named. The ledger knows a role by its name, so that two keys need two of them."""
+    return "leader" if key is None else f"leader-{key}"
 
 
 def _milliseconds(env: Mapping[str, str], variable: str) -> float:

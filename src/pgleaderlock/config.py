@@ -35,7 +35,8 @@ from pgleaderlock._config_read import (
 from pgleaderlock._config_rules import check, gate_under_lease_s, role_pair, statement_timeout_s, thresholds
 from pgleaderlock._config_schema import ELECTION, ROLE, Setting, json_schema
 from pgleaderlock._conninfo import Dsn, resolve
-from pgleaderlock.keys import key_pair
+from pgleaderlock._election_settings import role_of_environment
+from pgleaderlock.keys import bigint_from_key_pair, key_pair
 
 __all__ = [
     "FILE_NAME",
@@ -57,8 +58,6 @@ __all__ = [
 
 FILE_NAME = "pgleaderlock.toml"
 FILE_VARIABLE = "PGLEADERLOCK_CONFIG"
-ROLE_OF_THE_ENVIRONMENT = "leader"
-"""What LEADER_LOCK_KEY names where no role is configured, as in `LeaderElection.from_env`."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -183,7 +182,7 @@ class Config:
         if len(set(names)) < len(names) or not own.keys() & set(names):
             return tuple(names)  # or one is named twice, which the election refuses
         pairs = {name: role_pair(own[name], namespace) if name in own else key_pair(name, namespace) for name in names}
-        return {name: key1 * 2**32 + key2 % 2**32 for name, (key1, key2) in pairs.items()}
+        return {name: bigint_from_key_pair(pair) for name, pair in pairs.items()}
 
 
 def find_file(path: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Path | None:
@@ -220,7 +219,8 @@ def _keyed(roles: dict[str, RoleSettings], key: Value | None, problems: list[Pro
         return roles
     if not roles:
         enabled = next(Value(setting, setting.default) for setting in ROLE if setting.key == "enabled")
-        return {ROLE_OF_THE_ENVIRONMENT: RoleSettings(ROLE_OF_THE_ENVIRONMENT, key.origin, key, enabled)}
+        name = role_of_environment(key.value)  # as `LeaderElection.from_env` has it
+        return {name: RoleSettings(name, key.origin, key, enabled)}
     return {name: replace(role, key=key) for name, role in roles.items()}
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 
 from pgleaderlock._conninfo import Dsn, libpq_knows_where
 from pgleaderlock._election_run import FORCED_END_S, ElectionRun
-from pgleaderlock._election_settings import Timing, checked_node_id, from_environment, role_keys
+from pgleaderlock._election_settings import Timing, checked_node_id, from_environment, role_keys, role_of_environment
 from pgleaderlock._election_setup import DEFAULT_CHANNEL, Setup, Takeover
 from pgleaderlock._engine import Engine
 from pgleaderlock._releases import Ended
@@ -90,18 +90,20 @@ class LeaderElection(ElectionRun):
         super().__init__(setup)
 
     @classmethod
-    def from_env(cls, role: str = "leader", environ: Mapping[str, str] | None = None, **options: Any) -> Self:
+    def from_env(cls, role: str | None = None, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
         """An election of one role from the environment: PG_CONN_STRING, LEADER_LOCK_KEY, HEARTBEAT_INTERVAL_MS, …
 
-        What is given as a keyword wins over the environment. Without MSP_LEADER_ENABLED the election is enabled.
+        What is given as a keyword wins over the environment. Without MSP_LEADER_ENABLED the election is enabled. The
+        role is `leader` if none is named, and `leader-KEY` where LEADER_LOCK_KEY gives it a key.
         """
         found = from_environment(environ)
-        key = found.pop("lock_key", None)
+        key: Any = found.pop("lock_key", None)
+        name = role_of_environment(key) if role is None else role
         settings = {**found, **options}
         dsn = settings.pop("dsn", None)
         if dsn is None and not settings.get("standalone") and settings.get("enabled", True):
             raise ConfigurationError("PG_CONN_STRING is not set: set it, or pass dsn=…")
-        return cls(dsn or "", {role: key} if key is not None else role, **settings)
+        return cls(dsn or "", {name: key} if key is not None else name, **settings)
 
     @classmethod
     def from_config(cls, config: Config | str | Path | None = None, **options: Any) -> Self:

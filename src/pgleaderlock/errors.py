@@ -12,6 +12,7 @@ __all__ = [
     "ConnectionError",
     "CoordinationError",
     "DatabaseError",
+    "FenceLost",
     "LeaseLost",
     "LockError",
     "LockHeld",
@@ -63,7 +64,8 @@ class CoordinationError(PgLeaderLockError):
 class LockNotAcquired(CoordinationError):
     """Somebody else leads. Not a failure of anything: exit, wait or go on without.
 
-    `holder_pid` and `holder_application_name` say who, as far as this database role may see it.
+    `holder_pid` and `holder_application_name` say who, as far as this database role may see it. `subscription_name` is
+    `name`, for those who coordinate subscriptions.
     """
 
     def __init__(self, name: str, *, holder_pid: int | None = None, holder_application_name: str | None = None) -> None:
@@ -74,6 +76,10 @@ class LockNotAcquired(CoordinationError):
         if holder_pid is not None:
             who = f"backend {holder_pid}" + (f" ({holder_application_name})" if holder_application_name else "")
         super().__init__(f"leadership of {name!r} is held by {who}")
+
+    @property
+    def subscription_name(self) -> str:
+        return self.name
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions are pickled by their arguments, and ours takes others than its text.
@@ -111,6 +117,10 @@ class StaleEpoch(PgLeaderLockError):
 
 class NotFenced(PgLeaderLockError):
     """A write to a fenced table came without a fence in its transaction."""
+
+
+class FenceLost(PgLeaderLockError):
+    """The transaction that was fenced had ended before the block did: what was written after that was not fenced."""
 
 
 class ShutdownError(PgLeaderLockError):

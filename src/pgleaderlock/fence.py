@@ -7,8 +7,9 @@ One statement more in your own transaction. From then until the transaction ends
 write is committed before the next leader starts, or not at all. It needs no clock, and holds at every isolation level.
 
 What it does not promise: anything about writes outside this transaction, in another database or to another system; nor
-about what you write after a rollback to a savepoint that is older than the fence, because that takes the fence back. A
-transaction that stays open holds up the next leader: one that falls silent is ended by the server.
+about what you write after a COMMIT or ROLLBACK of your own inside the block, or a rollback to a savepoint that is older
+than the fence: the fence ends there, and the end of the block says so (`FenceLost`). A transaction that stays open
+holds up the next leader: one that falls silent is ended by the server.
 
 Imports psycopg, `_sql`, `models`, `errors` and the standard library. Must never write anything itself, and never send a
 notification: it runs in somebody else's transaction.
@@ -16,6 +17,7 @@ notification: it runs in somebody else's transaction.
 
 import contextlib
 import math
+import secrets
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -29,6 +31,7 @@ from pgleaderlock._sql import statement
 from pgleaderlock.errors import (
     ConfigurationError,
     ConnectionError,
+    FenceLost,
     NotFenced,
     NotLeader,
     PgLeaderLockError,
@@ -37,7 +40,7 @@ from pgleaderlock.errors import (
 )
 from pgleaderlock.models import LeaderToken
 
-__all__ = ["IDLE_TIMEOUT_S", "fence_params", "fenced", "meaning", "raced"]
+__all__ = ["IDLE_TIMEOUT_S", "fence_lost", "fence_params", "fenced", "meaning", "raced", "still_fenced"]
 
 IDLE_TIMEOUT_S = 10.0
 # PostgreSQL keeps this setting as milliseconds in 32 bits.
@@ -71,7 +74,8 @@ def fenced(conn: Any, token: LeaderToken, *, idle_timeout_s: float = IDLE_TIMEOU
     """A block in which this connection's transaction is fenced: `async with` or `with`, as the connection is.
 
     Begins a transaction and commits it at the end of the block, or joins the one that is open and leaves the end of it
-    to you. Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one.
+    to you. Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one, and
+    `FenceLost` at the end of the block when the transaction that is open then is not the one that was fenced.
 
     `idle_timeout_s`: the server ends the session when it has been silent for this long inside the transaction.
     """
@@ -92,6 +96,7 @@ async def _fenced_async(
     if _joins(conn):
         await _send_async(conn, token, fence, params)
         yield conn
+        await _check_async(conn, token, params)
         return
     retries = _retries(conn)
     entered = False
@@ -101,6 +106,7 @@ async def _fenced_async(
                 await _send_async(conn, token, fence, params)
                 entered = True
                 yield conn
+                await _check_async(conn, token, params)
             return
         except StaleEpoch as error:
             if entered or not retries or not raced(error):
@@ -116,6 +122,7 @@ def _fenced_sync(
     if _joins(conn):
         _send_sync(conn, token, fence, params)
         yield conn
+        _check_sync(conn, token, params)
         return
     retries = _retries(conn)
     entered = False
@@ -125,6 +132,7 @@ def _fenced_sync(
                 _send_sync(conn, token, fence, params)
                 entered = True
                 yield conn
+                _check_sync(conn, token, params)
             return
         except StaleEpoch as error:
             if entered or not retries or not raced(error):
@@ -159,6 +167,33 @@ def _send_sync(conn: psycopg.Connection[Any], token: LeaderToken, fence: bytes, 
             raise
         raise refusal from error
     _accepted[conn] = token
+
+
+async def _check_async(conn: psycopg.AsyncConnection[Any], token: LeaderToken, params: dict[str, object]) -> None:
+    fenced_still = _is_fenced(conn, params)
+    if fenced_still is None:
+        cursor = psycopg.AsyncCursor(conn, row_factory=tuple_row)
+        fenced_still = _is_among(await (await cursor.execute(statement("fence_marks"))).fetchone(), params)
+    if not fenced_still:
+        raise fence_lost(token)
+
+
+def _check_sync(conn: psycopg.Connection[Any], token: LeaderToken, params: dict[str, object]) -> None:
+    fenced_still = _is_fenced(conn, params)
+    if fenced_still is None:
+        cursor = psycopg.Cursor(conn, row_factory=tuple_row)
+        fenced_still = _is_among(cursor.execute(statement("fence_marks")).fetchone(), params)
+    if not fenced_still:
+        raise fence_lost(token)
+
+
+def _is_fenced(conn: AnyConnection, params: dict[str, object]) -> bool | None:
+    reported = conn.pgconn.parameter_status(b"application_name")
+    return still_fenced(conn.pgconn.transaction_status, None if reported is None else reported.decode(), params)
+
+
+def _is_among(row: tuple[Any, ...] | None, params: dict[str, object]) -> bool:
+    return row is not None and str(params["mark"]) in (row[0] or "")
 
 
 def _joins(conn: AnyConnection) -> bool:
@@ -206,7 +241,25 @@ def fence_params(token: LeaderToken, idle_timeout_s: float) -> dict[str, object]
         "namespace": token.namespace,
         "holder": token.holder_identity or None,
         "idle_timeout": f"{int(idle_timeout_s * 1000)}ms",
+        "mark": f"[fence {secrets.token_hex(4)}]",
     }
+
+
+def still_fenced(status: int, application_name: str | None, params: dict[str, object]) -> bool | None:
+    """Is the fenced transaction the one that is open? From what the server has reported by itself; None: ask it."""
+    if status == pq.TransactionStatus.IDLE:
+        return False
+    if status != pq.TransactionStatus.INTRANS:
+        return True  # it has failed, or the connection is broken or busy: leaving the block commits nothing
+    return True if application_name is not None and str(params["mark"]) in application_name else None
+
+
+def fence_lost(token: LeaderToken) -> FenceLost:
+    return FenceLost(
+        f"the transaction that was fenced for role {token.role!r}, epoch {token.epoch}, ended inside the block, by a "
+        "COMMIT or ROLLBACK or a rollback to an older savepoint: what was written after that was not fenced; let the "
+        "end of the block end the transaction"
+    )
 
 
 def meaning(error: BaseException, token: LeaderToken | None = None) -> PgLeaderLockError | None:

@@ -2,7 +2,8 @@
 
 Decided by the clock at the moment it is asked, never by "no error yet": a process that wakes from a long pause is
 refused before its event loop has run. A gate opens when its election says so, closes by itself at its deadline, and
-opens again when heartbeats resume in the same term. Any thread may ask; a forked child is always refused.
+opens again when heartbeats resume in the same term. Any thread may ask; a forked child is refused until it starts the
+election itself.
 
 What it does not promise: a side effect that was already on its way when the gate closed. For writes into the same
 database use the fence, which needs no clock at all.
@@ -38,7 +39,7 @@ _EXPLAINED = {
     "released": "this node has given leadership of the role up",
     "waiting": "this node leads, and waits until its predecessor can no longer act",
     "late_heartbeat": "no heartbeat was acknowledged in time, so another node may lead by now",
-    "forked": "this process was forked from a leader, and leads nothing itself",
+    "forked": "this process was forked from the one that made the gate, and has not started the election itself",
 }
 
 
@@ -64,9 +65,10 @@ class LeaderGate:
         self._term = _SHUT
         self._closed_because = "never_led"
         self._held_shut: set[str] = set()
+        self.lapses = 0
+        """How often a heartbeat came after the deadline: the gate had shut by itself, and was opened again."""
         self._lock = threading.Lock()
-        self._in_flight = 0
-        self._acting: dict[object, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
+        self._acting: dict[object, asyncio.Task[Any] | None] = {}  # None: in a thread without a loop
         self._blocked: Counter[str] = Counter()
         self._counting = threading.Lock()  # not the gate's own: `acting` asks while it holds that
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -79,6 +81,11 @@ class LeaderGate:
         """May this node act now?"""
         opens_at, deadline, _ = self._visible
         return opens_at <= self._now() < deadline
+
+    @property
+    def shut_because(self) -> str | None:
+        """Why this node must not act now, as `NotLeader.reason` says it; None while the gate is open."""
+        return None if self.is_leader else self._refusal().reason
 
     @property
     def current_epoch(self) -> int | None:
@@ -123,15 +130,12 @@ class LeaderGate:
         mark, task = object(), _current_task()
         with self._lock:  # between the question and the count, no drain may begin
             token = self.require_leader()
-            self._in_flight += 1
-            if task is not None:
-                self._acting[mark] = (task.get_loop(), task)
+            self._acting[mark] = task
         try:
             yield token
         finally:
             with self._lock:
-                self._in_flight -= 1
-                self._acting.pop(mark, None)
+                self._acting.pop(mark, None)  # a fork inside the block has emptied the child's
                 self._wake()
 
     def fenced(self, conn: Any, **options: Any) -> Any:
@@ -164,7 +168,7 @@ class LeaderGate:
     @property
     def in_flight(self) -> int:
         """How many pieces of work are between the beginning and the end of `acting()`."""
-        return self._in_flight
+        return len(self._acting)
 
     # --- Told by the election
 
@@ -180,6 +184,7 @@ class LeaderGate:
         with self._lock:
             opens_at, before, token = self._term
             if token is not None and deadline > before:
+                self.lapses += opens_at < before <= self._now()
                 self._term = _Opening(opens_at, deadline, token)
                 self._publish()
 
@@ -201,10 +206,10 @@ class LeaderGate:
         What acts in a thread cannot be cancelled.
         """
         with self._lock:
-            acting = [(loop, task) for loop, task in self._acting.values() if task is not but]
-        for loop, task in acting:
+            acting = [task for task in self._acting.values() if task is not None and task is not but]
+        for task in acting:
             with contextlib.suppress(RuntimeError):  # that loop has been closed, and its tasks with it
-                loop.call_soon_threadsafe(_cancel_once, task)
+                task.get_loop().call_soon_threadsafe(_cancel_once, task)
 
     def switch_off(self) -> None:
         """This node never acts for the role."""
@@ -225,7 +230,7 @@ class LeaderGate:
 
     async def wait_idle(self) -> None:
         """Return once nothing is in flight."""
-        await self._until(lambda: not self._in_flight, lambda: NEVER)
+        await self._until(lambda: not self._acting, lambda: NEVER)
 
     async def wait_closed(self, token: LeaderToken) -> None:
         """Return once the gate is not open for this term any more."""
@@ -236,11 +241,21 @@ class LeaderGate:
         await self._until(lambda: self._term.token is not token, lambda: NEVER)
 
     def shut_in_child(self) -> None:
+        """In a forked child: the term, its work and its waits are the parent's."""
         # The parent's may have been held by another thread at the fork.
         self._lock, self._counting = threading.Lock(), threading.Lock()
-        self._held_shut = {"forked"}
+        self._held_shut = self._held_shut & {"disabled", "vetoed"} | {"forked"}
         self._visible = _SHUT
         self._waiting = []
+        self._acting = {}
+
+    def begin_anew(self) -> None:
+        """The election is started in this process: after a fork, what the gate knows of the parent's term is void."""
+        with self._lock:
+            if "forked" in self._held_shut:
+                self._held_shut.discard("forked")
+                self._term, self._closed_because = _SHUT, "never_led"
+                self._publish()
 
     # --- Inside
 

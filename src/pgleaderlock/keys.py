@@ -13,7 +13,15 @@ from functools import lru_cache
 
 from pgleaderlock.errors import ConfigurationError
 
-__all__ = ["DEFAULT_NAMESPACE", "KeyPair", "check_key_pair", "key_pair", "key_pair_from_bigint", "key_params"]
+__all__ = [
+    "DEFAULT_NAMESPACE",
+    "KeyPair",
+    "bigint_from_key_pair",
+    "check_key_pair",
+    "key_pair",
+    "key_pair_from_bigint",
+    "key_params",
+]
 
 DEFAULT_NAMESPACE = "pgleaderlock"
 NAME_BYTES_MAX = 512
@@ -44,6 +52,11 @@ def key_pair_from_bigint(key: int) -> KeyPair:
     _check_integer("key", key, BIGINT_MIN, BIGINT_MAX)
     key1, key2 = struct.unpack(">ii", struct.pack(">q", key))
     return key1, key2
+
+
+def bigint_from_key_pair(keys: KeyPair) -> int:
+    """The 64-bit key of which these are the halves: `scope_key` in the view `leader_state`."""
+    return keys[0] * 2**32 + keys[1] % 2**32
 
 
 def check_key_pair(key1: int, key2: int) -> KeyPair:

@@ -16,19 +16,20 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from sqlalchemy import Connection, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
 from pgleaderlock._sql import statement
-from pgleaderlock.errors import ConfigurationError, StaleEpoch
-from pgleaderlock.fence import IDLE_TIMEOUT_S, TRIES_MAX, fence_params, meaning, raced
+from pgleaderlock.errors import ConfigurationError, FenceLost, StaleEpoch
+from pgleaderlock.fence import IDLE_TIMEOUT_S, TRIES_MAX, fence_lost, fence_params, meaning, raced, still_fenced
 from pgleaderlock.models import LeaderToken
 
 __all__ = ["fenced"]
 
 _FENCE = text(re.sub(r"%\((\w+)\)s", r":\1", statement("fence").decode()))
-_IN_TRANSACTION = 2  # libpq's PQTRANS_INTRANS, which psycopg and psycopg2 pass on
+_MARKS = text(statement("fence_marks").decode())
+_IDLE, _IN_TRANSACTION = 0, 2  # libpq's PQTRANS_IDLE and PQTRANS_INTRANS, which psycopg and psycopg2 pass on
 
 AsyncTarget = TypeVar("AsyncTarget", bound=AsyncConnection | AsyncSession)
 SyncTarget = TypeVar("SyncTarget", bound=Connection | Session)
@@ -50,7 +51,8 @@ def fenced(target: Any, token: LeaderToken, *, idle_timeout_s: float = IDLE_TIME
     """A block in which the transaction of this connection or session is fenced: `async with` or `with`, as it is.
 
     Begins a transaction and commits it at the end of the block, or joins the one that is open and leaves the end of it
-    to you. Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one.
+    to you. Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one, and
+    `FenceLost` at the end of the block when the transaction that is open then is not the one that was fenced.
     """
     params = fence_params(token, idle_timeout_s)
     if isinstance(target, AsyncConnection | AsyncSession):
@@ -70,15 +72,18 @@ async def _fenced_async(
     if joined and _guarded(target.sync_session if isinstance(target, AsyncSession) else target.sync_connection):
         await target.run_sync(_send, token, params)
         yield target
+        await target.run_sync(_check, token, params)
         return
     retries = 0 if joined else TRIES_MAX - 1
     entered = False
     while True:
         try:
-            async with target.begin_nested() if joined else target.begin():
-                await target.run_sync(_send, token, params)
-                entered = True
-                yield target
+            with _unmasked() as losses:
+                async with target.begin_nested() if joined else target.begin():
+                    await target.run_sync(_send, token, params)
+                    entered = True
+                    yield target
+                    await target.run_sync(_check, token, params, losses)
             return
         except StaleEpoch as error:
             if entered or not retries or not raced(error):
@@ -94,20 +99,34 @@ def _fenced_sync(
     if joined and _guarded(target):
         _send(target, token, params)
         yield target
+        _check(target, token, params)
         return
     retries = 0 if joined else TRIES_MAX - 1
     entered = False
     while True:
         try:
-            with target.begin_nested() if joined else target.begin():
+            with _unmasked() as losses, target.begin_nested() if joined else target.begin():
                 _send(target, token, params)
                 entered = True
                 yield target
+                _check(target, token, params, losses)
             return
         except StaleEpoch as error:
             if entered or not retries or not raced(error):
                 raise
             retries -= 1
+
+
+@contextlib.contextmanager
+def _unmasked() -> Iterator[list[FenceLost]]:
+    """The loss of a fence comes through, though the rollback after it fails: its savepoint has gone as well."""
+    losses: list[FenceLost] = []
+    try:
+        yield losses
+    except SQLAlchemyError as error:
+        if losses:
+            raise losses[0] from error
+        raise
 
 
 def _guarded(target: Connection | Session | None) -> bool:
@@ -133,6 +152,27 @@ def _send(target: Connection | Session, token: LeaderToken, params: dict[str, ob
             "this connection is in AUTOCOMMIT, where a fence is over before anything is written: "
             "choose another isolation level for it"
         )
+
+
+def _check(
+    target: Connection | Session, token: LeaderToken, params: dict[str, object], losses: list[FenceLost] | None = None
+) -> None:
+    """Raise `FenceLost`, and note it in `losses`, unless the transaction that is open is the fenced one."""
+    if not target.in_transaction():
+        return  # ended by SQLAlchemy's own commit() or rollback(), after which it lets nothing follow in the block
+    connection = target.connection() if isinstance(target, Session) else target
+    driver = connection.connection.driver_connection
+    info: Any = getattr(driver, "info", None)
+    status = getattr(info, "transaction_status", _IN_TRANSACTION if _in_transaction(connection) else _IDLE)
+    reported = info.parameter_status("application_name") if hasattr(info, "parameter_status") else None
+    is_fenced = still_fenced(status, reported, params)
+    if is_fenced is None:
+        is_fenced = str(params["mark"]) in (connection.execute(_MARKS).scalar() or "")
+    if not is_fenced:
+        lost = fence_lost(token)
+        if losses is not None:
+            losses.append(lost)
+        raise lost
 
 
 def _in_transaction(connection: Connection) -> bool:
