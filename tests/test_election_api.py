@@ -888,6 +888,7 @@ async def test_a_request_to_step_down_wakes_the_leader_at_once(node_dsn: str, su
     async with election:
         await opens(election, role)
         one(superuser, "SELECT pgleaderlock.request_step_down(%s, 'pgleaderlock', NULL, 'pgleaderlock')", role)
+        one(superuser, "SELECT pg_notify('pgleaderlock', 'requested')")
         await story.heard("on_released", role)
 
 
@@ -1053,12 +1054,13 @@ async def test_a_role_whose_key_is_another_names_is_refused_and_not_merged(
     node_dsn: str, superuser: str, role: str
 ) -> None:
     key = int(uuid.uuid4().int % 2**62)
-    async with LeaderElection(node_dsn, {role: key}, **STEADY) as election:
-        await opens(election, role)
     second = f"{role}-second"
     election = LeaderElection(node_dsn, {second: key}, **STEADY)
     story = Story(election)
-    async with election:
+    async with LeaderElection(node_dsn, {role: key}, **STEADY) as first:
+        await opens(first, role)
+        await election.start()
+        await bounded(first.drain())
         await story.heard("on_error")
         (error,) = story.errors
         assert isinstance(error, LockError)
@@ -1067,6 +1069,15 @@ async def test_a_role_whose_key_is_another_names_is_refused_and_not_merged(
         assert not election.gate(second).is_leader
         await until(lambda: holders(superuser, election._setup.keys[second]) == [])
     assert leader_row(superuser, role)["epoch"] == 1
+
+
+async def test_a_keyed_role_that_was_renamed_is_led_under_its_new_name(node_dsn: str, role: str) -> None:
+    """T is ten minutes: it opens at once, because the old name was given up cleanly."""
+    key, renamed = int(uuid.uuid4().int % 2**62), f"{role}-renamed"
+    async with LeaderElection(node_dsn, {role: key}, **PATIENT) as election:
+        await opens(election, role)
+    async with LeaderElection(node_dsn, {renamed: key}, **PATIENT) as election:
+        await opens(election, renamed)
 
 
 async def test_equal_names_in_two_namespaces_are_two_roles(node_dsn: str, role: str) -> None:

@@ -163,16 +163,18 @@ async def test_after_a_clean_drain_another_acts_at_once(node_dsn: str, role: str
 async def test_work_that_cannot_be_cancelled_makes_a_drain_out_of_time_not_clean(
     node_dsn: str, superuser: str, role: str
 ) -> None:
-    async with LeaderElection(node_dsn, role, **PATIENT) as first, LeaderElection(node_dsn, role, **PATIENT) as second:
+    first, second = (LeaderElection(node_dsn, role, **PATIENT) for _ in range(2))
+    async with first:
         await opens(first, role)
-        await until(lambda: second.leader(role) is not None)
-        with thread_that_acts(first, role):
-            assert await bounded(first.drain(role, timeout_s=0.05)) is False
-            assert leader_row(superuser, role)["epoch"] >= 1
-            await until(lambda: second.state(role) is LockState.LEADER)
-            with pytest.raises(NotLeader) as refused:
-                second.gate(role).require_leader()
-            assert refused.value.reason == "waiting", "the first may still be at work"
+        async with second:
+            await until(lambda: second.leader(role) is not None)
+            with thread_that_acts(first, role):
+                assert await bounded(first.drain(role, timeout_s=0.05)) is False
+                assert leader_row(superuser, role)["epoch"] >= 1
+                await until(lambda: second.state(role) is LockState.LEADER)
+                with pytest.raises(NotLeader) as refused:
+                    second.gate(role).require_leader()
+                assert refused.value.reason == "waiting", "the first may still be at work"
 
 
 async def test_a_task_inside_acting_is_cancelled_when_the_time_is_over_and_its_end_makes_it_clean(
