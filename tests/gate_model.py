@@ -399,7 +399,7 @@ class Schedule:
             self.lose(t, statement.node, statement.session)
 
     def lose(self, t: float, node: Node, session: Session | None) -> None:
-        """What is unknown is lost: the gates are shut, and the session is given up. A node that is cut off hears later."""
+        """What is unknown is lost: the gates are shut, and the session is given up. One that is cut off hears later."""
         if t < node.paused_until or t < node.cut_until:
             self.at(max(node.paused_until, node.cut_until), self.lose, node, session)
         elif node.session is session:
