@@ -29,9 +29,16 @@ Is(what) == i <= Len(History) /\ now = E.t /\ E.a = what
 \* What is sent on a session that the server has ended goes nowhere.
 Nowhere == ~live[E.n] /\ UNCHANGED vars
 
+\* A try that did not win shows what the row says.  The lock was held when the
+\* server executed it, but may be free by the time that the answer is noted.
+Looks(n) ==
+  /\ live[n] /\ phase[n] = "standby" /\ msg[n].k = "none"
+  /\ New(n) /\ Saw(n, Look)
+  /\ UNCHANGED <<lock, row, beat, live, ghost, ses, msg, phase, age, dl, opens, term, work, past>>
+
 Heard ==
   /\ \/ Is("open") /\ OpenSession(E.n)
-     \/ Is("look") /\ ((lock # None /\ ServeTry(E.n)) \/ UNCHANGED vars)
+     \/ Is("look") /\ (Looks(E.n) \/ UNCHANGED vars)
      \/ Is("won") /\ lock = None /\ ServeTry(E.n)
      \/ Is("bump") /\ (ServeBump(E.n) \/ Nowhere)
      \/ Is("bumped") /\ msg[E.n].epoch = E.epoch /\ GetBump(E.n) /\ opens'[E.n] <= E.opens + 1 /\ dl'[E.n] >= E.deadline - 1
