@@ -4,7 +4,7 @@
 #
 #   run.sh ci                  the two small configurations, complete: under a minute
 #   run.sh mutations [RULE...] broken rules, all or these, each of which must be caught: some minutes
-#   run.sh sound               everything that must hold, the large configurations too: an hour
+#   run.sh sound               everything that must hold, the large configurations too: long
 #   run.sh live                liveness, and what is not live without the lease or a fair queue
 #   run.sh reach               what must be reachable, so that nothing holds for want of behaviour
 #   run.sh terms               how many terms it takes to catch each broken rule of the gate
