@@ -24,7 +24,7 @@ export UV_SYSTEM_CERTS := 1
 export UV_NO_PROGRESS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test proof test-pg check format bench test-deps lock-deps diagram screenshots wheel clean distclean
+.PHONY: help install demo test proof test-pg spec check format bench test-deps lock-deps diagram screenshots wheel clean distclean
 
 help: ## Show this list
 	@echo 'make TARGET, where TARGET is one of:'
@@ -43,6 +43,10 @@ proof: $(STAMP) ## Every test, at the full counts: takes long
 test-pg: $(STAMP) ## Every test on other PostgreSQL binaries: make test-pg BIN=/usr/lib/postgresql/15/bin
 	@test -n '$(BIN)' || { echo 'Say which binaries: make test-pg BIN=/usr/lib/postgresql/15/bin' >&2; exit 2; }
 	PGLEADERLOCK_PG_BIN='$(BIN)' $(PYTEST)
+
+spec: $(STAMP) ## Check the specifications in spec/ with TLC, and the recorded histories
+	spec/run.sh ci
+	spec/run.sh trace
 
 check: $(STAMP) ## Lint, format, types and the direction of imports
 	$(VENV)/bin/ruff check $(CHECKED)
