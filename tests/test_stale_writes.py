@@ -21,7 +21,7 @@ from pgleaderlock.errors import StaleEpoch
 from pgleaderlock.fence import fenced
 from pgleaderlock.models import LeaderToken
 from support.counts import count
-from support.fencing import Leader, ledger_database
+from support.fencing import Leader, ledger_database, take_out
 
 LEVELS = [IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
 WRITERS = 6
@@ -163,15 +163,6 @@ class Harness:
                 self.outcome.committed += 1
 
 
-def break_fence(dsn: str, function: str, taken_out: str) -> None:
-    """Take a piece out of the fence in this database."""
-    with psycopg.connect(dsn, autocommit=True) as conn:
-        row = conn.execute("SELECT pg_get_functiondef(to_regproc(%s))", (f"pgleaderlock.{function}",)).fetchone()
-        assert row is not None
-        assert row[0].count(taken_out) == 1
-        conn.execute(row[0].replace(taken_out, "").encode())
-
-
 LOCK = "PERFORM pg_catalog.pg_advisory_xact_lock_shared(pgleaderlock.fence_key(p_namespace, p_role));"
 STRICT_LOCK = "PERFORM pg_advisory_xact_lock_shared(key);"
 
@@ -205,6 +196,6 @@ async def test_the_harness_sees_a_fence_that_is_broken(
     ledger: str, level: IsolationLevel, taken_out: dict[str, str]
 ) -> None:
     for function, text in taken_out.items():
-        break_fence(ledger, function, text)
+        take_out(ledger, function, text)
     seen = await Harness(ledger, level, 150).run()
     assert seen.violations
