@@ -262,10 +262,11 @@ class Storm:
         successor = await self._winner([role], heard, but=[name])
         if successor is not None:
             idle = [other for other in self.settings if other not in (name, successor)]
-            heard = self._heard()
-            given = [led for other in idle for led in self._led_by(other)]
-            for led in given:
-                self.nodes[self._leader(led)].tell("step_down", led)
+            heard, given = self._heard(), list[str]()
+            for other in idle:
+                given += (led := self._led_by(other))
+                for given_up in led:
+                    self.nodes[other].tell("step_down", given_up)
             if given and await self._winner(given, heard, but=[name, *idle]) is not None:
                 await asyncio.sleep(self.rng.uniform(1, 2) * self.settings[successor]["heartbeat_interval_s"])
                 self.reached["relay"] += 1
@@ -288,13 +289,9 @@ class Storm:
         self.reached["win_back"] += won
         await self._deaf(name, role)
 
-    def _leader(self, role: str) -> str:
-        """Whoever acts for a role, as far as anybody can see."""
-        leader = self.log.last(role)
-        return "" if leader is None else leader.node
-
     def _led_by(self, name: str) -> list[str]:
-        return [role for role in self.roles if self._leader(role) == name]
+        """The roles for which this node was the last to act."""
+        return [role for role in self.roles if (last := self.log.last(role)) is not None and last.node == name]
 
     def _slowest_leader(self, name: str, role: str) -> tuple[str, str]:
         """The node with the longest T and a role that it leads; `name` and `role` if it leads none."""
