@@ -402,8 +402,8 @@ KINDS = (
     *("pause", "kill", "drain", "step_down", "block", "terminate", "deaf", "numb"),
     *("cut", "reset", "delay", "drop_replies", "restart", "stall"),
 )
-# For nodes that lead several roles.
-SETTLING_KINDS = ("scatter", "relay", "win_back", "step_down", "pause", "deaf", "numb", "terminate", "kill")
+# For nodes that lead several roles; those that matter most come first.
+SETTLING_KINDS = ("scatter", "relay", "win_back", "step_down", "deaf", "pause", "numb", "terminate", "kill")
 
 
 async def end_sessions_of(dsn: str, node: str) -> None:
