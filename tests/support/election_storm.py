@@ -75,7 +75,7 @@ class Storm:
         self.proxies: dict[str, Proxy] = {}
         self.fired: Counter[str] = Counter()
         self.reached: Counter[str] = Counter()
-        """How often the faults of several steps came to their last one: other faults may come between."""
+        """How often a fault of several steps struck the slowest node and came to its last step."""
         self._under_way: set[asyncio.Task[None]] = set()
         self._database = asyncio.Lock()
         self._life = {name: asyncio.Lock() for name in settings}
@@ -221,10 +221,13 @@ class Storm:
     async def _deaf(self, name: str, role: str) -> None:
         """Its loop is blocked while its session is ended: its gate is open, and it cannot hear that it has lost."""
         duration_s = self._for_s(name, 1.0, 2.0)
+        await self._deafen(name, duration_s)
+        await asyncio.sleep(duration_s)
+
+    async def _deafen(self, name: str, duration_s: float) -> None:
         self.nodes[name].tell("block", duration_s)
         async with self._database:
             await end_sessions_of(self.server.dsn, name)
-        await asyncio.sleep(duration_s)
 
     async def _numb(self, name: str, role: str) -> None:
         """Frozen for a moment, in which its session is ended: it wakes while its gate may still be open."""
@@ -256,20 +259,16 @@ class Storm:
         """
         name, role = self._slowest_leader(name, role)
         duration_s, heard = self._lease_s(name), self._heard()
-        self.nodes[name].tell("block", duration_s)
-        async with self._database:
-            await end_sessions_of(self.server.dsn, name)
+        await self._deafen(name, duration_s)
         successor = await self._winner([role], heard, but=[name])
         if successor is not None:
-            idle = [other for other in self.settings if other not in (name, successor)]
-            heard, given = self._heard(), list[str]()
-            for other in idle:
-                given += (led := self._led_by(other))
-                for given_up in led:
-                    self.nodes[other].tell("step_down", given_up)
-            if given and await self._winner(given, heard, but=[name, *idle]) is not None:
+            idle, heard = [other for other in self.settings if other not in (name, successor)], self._heard()
+            given = {led: other for other in idle for led in self._led_by(other)}
+            for led, other in given.items():
+                self.nodes[other].tell("step_down", led)
+            if given and await self._winner(list(given), heard, but=[name, *idle]) is not None:
                 await asyncio.sleep(self.rng.uniform(1, 2) * self.settings[successor]["heartbeat_interval_s"])
-                self.reached["relay"] += 1
+                self.reached["relay"] += name == self._slowest
             await self.rng.choice([self._terminate, self._kill, self._step_down])(successor, role)
         await asyncio.sleep(duration_s / 2)
 
@@ -286,18 +285,21 @@ class Storm:
         finally:
             for node in others:
                 node.signal(signal.SIGCONT)
-        self.reached["win_back"] += won
+        self.reached["win_back"] += won and name == self._slowest
         await self._deaf(name, role)
 
     def _led_by(self, name: str) -> list[str]:
         """The roles for which this node was the last to act."""
         return [role for role in self.roles if (last := self.log.last(role)) is not None and last.node == name]
 
+    @property
+    def _slowest(self) -> str:
+        return max(self.settings, key=self._lease_s)
+
     def _slowest_leader(self, name: str, role: str) -> tuple[str, str]:
         """The node with the longest T and a role that it leads; `name` and `role` if it leads none."""
-        slowest = max(self.settings, key=self._lease_s)
-        led = self._led_by(slowest)
-        return (slowest, self.rng.choice(led)) if led else (name, role)
+        led = self._led_by(self._slowest)
+        return (self._slowest, self.rng.choice(led)) if led else (name, role)
 
     def _heard(self) -> dict[ElectionNode, int]:
         """How much each node has said so far."""
