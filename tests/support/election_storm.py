@@ -251,6 +251,7 @@ class Storm:
                     "SELECT pgleaderlock.request_step_down(%s, 'pgleaderlock', %s, 'pgleaderlock')",
                     (led, self.rng.choice(list(self.settings))),
                 )
+            await operator.execute("SELECT pg_notify('pgleaderlock', 'requested')")
 
     async def _relay(self, name: str, role: str) -> None:
         """The slowest leader cannot hear that it has lost; its successor is lost as well, while it waits for it.
