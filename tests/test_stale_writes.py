@@ -1,27 +1,36 @@
 """No write of an older epoch commits after a newer one began: thousands of attempts, while leaders come and go.
 
-Each bump counts, in its own transaction, the writes of older epochs that are committed by then; at the end there must
-be exactly as many. So the order of commits is read from the database and not from a clock. The same harness is run on
-a fence that was broken on purpose, and must see it: else its silence would prove nothing.
+The order is read from the database and not from a clock, in two ways. With leaders played by hand, each bump counts in
+its own transaction the writes of older epochs that are committed by then; at the end there must be exactly as many.
+With real elections under faults, the server's write-ahead log gives the commits in their order. Each harness is also
+run with a fence that was broken on purpose, and must see it: else its silence would prove nothing.
 """
 
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg import IsolationLevel
 
+from conftest import StartServer
 from pgleaderlock.embedded import EmbeddedPostgres
-from pgleaderlock.errors import StaleEpoch
-from pgleaderlock.fence import fenced
+from pgleaderlock.errors import ConnectionError, StaleEpoch
+from pgleaderlock.fence import fenced, meaning
+from pgleaderlock.migrate import migrate
 from pgleaderlock.models import LeaderToken
+from support.commit_order import WRITES_TABLE, CommitOrder
 from support.counts import count
-from support.fencing import Leader, ledger_database
+from support.election_node import SendLog
+from support.election_storm import MIDDLE, QUICK, SLOW, Storm
+from support.elections import until
+from support.fencing import Leader, ledger_database, take_out
 
 LEVELS = [IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
 WRITERS = 6
@@ -30,7 +39,7 @@ DAWDLE_S = 0.002
 # A term lasts until enough has been written in it, or for this long: all writers may be waiting for its end.
 TERM_S = 0.05
 
-_INSERT = "INSERT INTO writes (epoch) VALUES (%s)"
+_INSERT = "INSERT INTO writes (role, epoch) VALUES (%s, %s)"
 _OLDER = "SELECT count(*) FROM writes WHERE epoch < %s"
 
 
@@ -38,7 +47,7 @@ _OLDER = "SELECT count(*) FROM writes WHERE epoch < %s"
 def ledger(postgres: EmbeddedPostgres, nothing_left: None) -> Iterator[str]:
     with ledger_database(postgres.dsn) as dsn:
         with psycopg.connect(dsn, autocommit=True) as conn:
-            conn.execute("CREATE TABLE writes (epoch bigint NOT NULL)")
+            conn.execute(WRITES_TABLE)
         yield dsn
 
 
@@ -149,7 +158,7 @@ class Harness:
                     await bumped.wait()
                 known_stale = token.epoch < self.tokens[-1].epoch
                 async with fenced(conn, token):
-                    await conn.execute(_INSERT, (token.epoch,))
+                    await conn.execute(_INSERT, (token.role, token.epoch))
                     await asyncio.sleep(DAWDLE_S)
         except StaleEpoch:
             if known_stale:
@@ -161,15 +170,6 @@ class Harness:
                 self.outcome.accepted.append(f"epoch {token.epoch}, when {self.tokens[-1].epoch} was known")
             else:
                 self.outcome.committed += 1
-
-
-def break_fence(dsn: str, function: str, taken_out: str) -> None:
-    """Take a piece out of the fence in this database."""
-    with psycopg.connect(dsn, autocommit=True) as conn:
-        row = conn.execute("SELECT pg_get_functiondef(to_regproc(%s))", (f"pgleaderlock.{function}",)).fetchone()
-        assert row is not None
-        assert row[0].count(taken_out) == 1
-        conn.execute(row[0].replace(taken_out, "").encode())
 
 
 LOCK = "PERFORM pg_catalog.pg_advisory_xact_lock_shared(pgleaderlock.fence_key(p_namespace, p_role));"
@@ -205,6 +205,166 @@ async def test_the_harness_sees_a_fence_that_is_broken(
     ledger: str, level: IsolationLevel, taken_out: dict[str, str]
 ) -> None:
     for function, text in taken_out.items():
-        break_fence(ledger, function, text)
+        take_out(ledger, function, text)
     seen = await Harness(ledger, level, 150).run()
     assert seen.violations
+
+
+# --- Real elections under faults, judged by the write-ahead log
+
+STORM_WRITERS = 16
+STORM_KINDS = ("kill", "drain", "step_down", "terminate", "deaf", "pause", "cut", "restart")
+# How long a writer keeps its transaction open: most of them, and every fourth pair. Others shall come between.
+SHORT_S, LONG_S = (0.0, 0.01), (0.05, 0.2)
+RECONNECT_S = 0.05
+
+_TOKEN = """
+SELECT l.role, l.epoch, s.holder_identity, l.namespace
+FROM pgleaderlock.leaders l JOIN pgleaderlock.sessions s USING (session_id) WHERE l.role = %s
+"""
+
+Write = Callable[[psycopg.AsyncConnection[Any], LeaderToken, float], Awaitable[None]]
+
+
+async def write_by_fenced(conn: psycopg.AsyncConnection[Any], token: LeaderToken, dawdle_s: float) -> None:
+    async with fenced(conn, token):
+        await conn.execute(_INSERT, (token.role, token.epoch))
+        await asyncio.sleep(dawdle_s)
+
+
+async def write_by_sql(conn: psycopg.AsyncConnection[Any], token: LeaderToken, dawdle_s: float) -> None:
+    async with conn.transaction():
+        await conn.execute("SELECT pgleaderlock.fence(%s, %s)", (token.role, token.epoch))
+        await conn.execute(_INSERT, (token.role, token.epoch))
+        await asyncio.sleep(dawdle_s)
+
+
+async def write_after_a_look(conn: psycopg.AsyncConnection[Any], token: LeaderToken, dawdle_s: float) -> None:
+    """What looks like a fence and is none."""
+    async with conn.transaction():
+        row = await (await conn.execute(_TOKEN, (token.role,))).fetchone()
+        if row is None or row[1] != token.epoch:
+            raise StaleEpoch(f"epoch {token.epoch} is over")
+        await conn.execute(_INSERT, (token.role, token.epoch))
+        await asyncio.sleep(dawdle_s)
+
+
+class StormWriters:
+    """They look into the ledger for a token and write under it, until long after it is over; no gate stops them."""
+
+    def __init__(self, storm: Storm, ways: tuple[Write, ...]) -> None:
+        self._storm, self._ways, self._over = storm, ways, False
+        self.written: Counter[tuple[str, str]] = Counter()
+        """Acknowledged, by level of isolation and way of writing."""
+        self.refused: Counter[tuple[str, str]] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as group:
+            for number in range(STORM_WRITERS):
+                group.create_task(self._write(number))
+            yield
+            self._over = True  # and each ends its last transaction
+
+    @property
+    def all_have_done_both(self) -> bool:
+        """Each kind of writer has written, and was refused."""
+        kinds = len(LEVELS) * len(self._ways)
+        return len(self.written) == len(self.refused) == kinds
+
+    async def _write(self, number: int) -> None:
+        """One writer; it connects again whenever a fault has taken its connection."""
+        rng = random.Random(self._storm.seed + number)
+        while not self._over:
+            with contextlib.suppress(psycopg.OperationalError, ConnectionError):
+                async with await psycopg.AsyncConnection.connect(self._storm.server.dsn, autocommit=True) as conn:
+                    await self._write_on(conn, number, rng)
+            await asyncio.sleep(RECONNECT_S)
+
+    async def _write_on(self, conn: psycopg.AsyncConnection[Any], number: int, rng: random.Random) -> None:
+        level, way = LEVELS[number % len(LEVELS)], self._ways[number % len(self._ways)]
+        dawdle_s = LONG_S if number // 2 % 4 == 0 else SHORT_S
+        await conn.set_isolation_level(level)
+        tokens: dict[str, LeaderToken] = {}
+        while not self._over:
+            role = rng.choice(self._storm.roles)
+            if role not in tokens or rng.random() < 0.2:
+                row = await (await conn.execute(_TOKEN, (role,))).fetchone()
+                assert row is not None
+                tokens[role] = LeaderToken(*row)
+            await asyncio.sleep(rng.uniform(*SHORT_S))
+            try:
+                async with conn.transaction() if rng.random() < 0.5 else contextlib.nullcontext():
+                    await conn.execute("SELECT 1")  # where a transaction is open, its snapshot is older than the fence
+                    await way(conn, tokens[role], rng.uniform(*dawdle_s))
+            except (StaleEpoch, psycopg.Error) as error:
+                if not isinstance(error, StaleEpoch) and not isinstance(meaning(error, tokens[role]), StaleEpoch):
+                    raise
+                self.refused[level.name, way.__name__] += 1
+            else:
+                self.written[level.name, way.__name__] += 1
+
+
+async def storm_of_writers(server: EmbeddedPostgres, folder: Path) -> tuple[Storm, CommitOrder]:
+    await migrate(server.dsn)
+    async with await psycopg.AsyncConnection.connect(server.dsn, autocommit=True) as conn:
+        await conn.execute(WRITES_TABLE)
+    order = CommitOrder(server.dsn)
+    await order.begin()
+    return Storm(server, SendLog(folder / "sends"), {"quick": QUICK, "middle": MIDDLE, "slow": SLOW}), order
+
+
+@pytest.mark.timeout(1800)
+async def test_in_the_order_of_commits_no_write_follows_the_bump_of_a_newer_epoch(
+    throwaway_postgres: StartServer, tmp_path: Path
+) -> None:
+    storm, order = await storm_of_writers(throwaway_postgres(wal_level="logical"), tmp_path)
+    writers = StormWriters(storm, (write_by_fenced, write_by_sql))
+    async with storm.running():
+        async with writers.writing():
+            for _ in range(count(1, 25)):
+                await storm.faults(STORM_KINDS, len(STORM_KINDS))
+                await storm.calm()
+                await order.read()
+            await until(lambda: writers.all_have_done_both, "each kind of writer writes and is refused")
+        await order.read()
+        storm.figures()
+        print(f"{order.writes} writes, {order.changes} epochs; {writers.written}; {writers.refused}")  # noqa: T201
+        assert order.violations == [], storm.about
+        # Against an empty proof: nothing escaped the judge, and there was something to judge.
+        async with await psycopg.AsyncConnection.connect(storm.server.dsn) as look:
+            row = await (await look.execute("SELECT count(*) FROM writes")).fetchone()
+        assert row == (order.writes,), storm.about
+        faults = sum(storm.fired.values())
+        assert order.writes >= writers.written.total() >= 20 * faults, storm.about
+        assert order.changes >= faults / 3, storm.about
+
+
+@pytest.mark.timeout(300)
+async def test_the_same_storm_catches_writers_that_only_look_at_the_epoch(
+    throwaway_postgres: StartServer, tmp_path: Path
+) -> None:
+    storm, order = await storm_of_writers(throwaway_postgres(wal_level="logical"), tmp_path)
+    async with storm.running(), StormWriters(storm, (write_after_a_look,)).writing():
+        for _ in range(20):
+            await storm.faults(("terminate", "step_down"), 2)
+            await storm.calm()
+            await order.read()
+            if order.violations:
+                return
+        pytest.fail(f"no late write was seen: the judge is blind ({storm.about})")
+
+
+def test_a_crash_of_the_server_makes_the_judge_neither_miss_nor_repeat_a_commit(
+    throwaway_postgres: StartServer, tmp_path: Path
+) -> None:
+    server = throwaway_postgres(wal_level="logical")
+    _, order = asyncio.run(storm_of_writers(server, tmp_path))
+    with psycopg.connect(server.dsn, autocommit=True) as conn, Leader(server.dsn, "mail") as leader:
+        epoch = leader.win().epoch
+        conn.execute(_INSERT, ("mail", epoch))
+        asyncio.run(order.read())
+        conn.execute(_INSERT, ("mail", epoch - 1))
+    server.restart("immediate")
+    asyncio.run(order.read())
+    assert (order.changes, order.writes, len(order.violations)) == (1, 2, 1)

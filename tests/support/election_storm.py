@@ -21,9 +21,9 @@ import psycopg
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.migrate import migrate
 from proxy import Proxy
-from support.election_node import WAIT_S, ElectionNode, SendLog, start_node
+from support.election_node import POLL_S, WAIT_S, ElectionNode, SendLog, start_node
 
-__all__ = ["KINDS", "MIDDLE", "QUICK", "SLOW", "Storm", "end_sessions_of"]
+__all__ = ["KINDS", "LAZY", "MIDDLE", "QUICK", "SETTLING_KINDS", "SLOW", "Storm", "end_sessions_of"]
 
 # G, T and intervals that differ from node to node, all of them short.
 QUICK: dict[str, Any] = {
@@ -43,6 +43,13 @@ SLOW: dict[str, Any] = {
     "late_threshold_s": 1.0,
     "session_lease_s": 1.6,
     "acquire_delay_s": (0.05, 0.3),
+}
+# A G of several times the others' T, and heartbeats further apart than G and T: it matters which beat is counted from.
+LAZY: dict[str, Any] = {
+    "heartbeat_interval_s": 1.2,
+    "late_threshold_s": 2.5,
+    "session_lease_s": 2.7,
+    "acquire_delay_s": (0.05, 0.1),
 }
 # How often a calm is looked at; each look finds many more sends than one.
 SENDS_WHEN_CALM = 5
@@ -67,6 +74,8 @@ class Storm:
         self.nodes: dict[str, ElectionNode] = {}
         self.proxies: dict[str, Proxy] = {}
         self.fired: Counter[str] = Counter()
+        self.reached: Counter[str] = Counter()
+        """How often a fault of several steps struck the slowest node and came to its last step."""
         self._under_way: set[asyncio.Task[None]] = set()
         self._database = asyncio.Lock()
         self._life = {name: asyncio.Lock() for name in settings}
@@ -212,10 +221,13 @@ class Storm:
     async def _deaf(self, name: str, role: str) -> None:
         """Its loop is blocked while its session is ended: its gate is open, and it cannot hear that it has lost."""
         duration_s = self._for_s(name, 1.0, 2.0)
+        await self._deafen(name, duration_s)
+        await asyncio.sleep(duration_s)
+
+    async def _deafen(self, name: str, duration_s: float) -> None:
         self.nodes[name].tell("block", duration_s)
         async with self._database:
             await end_sessions_of(self.server.dsn, name)
-        await asyncio.sleep(duration_s)
 
     async def _numb(self, name: str, role: str) -> None:
         """Frozen for a moment, in which its session is ended: it wakes while its gate may still be open."""
@@ -225,6 +237,90 @@ class Storm:
             await end_sessions_of(self.server.dsn, name)
         await asyncio.sleep(self.rng.uniform(0.05, 0.4))
         node.signal(signal.SIGCONT)
+
+    # -- of several steps, for roles that one session has won at different times
+
+    async def _scatter(self, name: str, role: str) -> None:
+        """Ask for single roles to be handed to other nodes: sessions then lead some for long, and some since just now.
+
+        Left to themselves, roles flock together with whoever tries most often.
+        """
+        async with self._database, await psycopg.AsyncConnection.connect(self.server.dsn, autocommit=True) as operator:
+            for led in self.roles:
+                await operator.execute(
+                    "SELECT pgleaderlock.request_step_down(%s, 'pgleaderlock', %s, 'pgleaderlock')",
+                    (led, self.rng.choice(list(self.settings))),
+                )
+            await operator.execute("SELECT pg_notify('pgleaderlock', 'requested')")
+
+    async def _relay(self, name: str, role: str) -> None:
+        """The slowest leader cannot hear that it has lost; its successor is lost as well, while it waits for it.
+
+        In between, the successor wins a role that was released cleanly, and settles that one alone.
+        """
+        name, role = self._slowest_leader(name, role)
+        duration_s, heard = self._lease_s(name), self._heard()
+        await self._deafen(name, duration_s)
+        successor = await self._winner([role], heard, but=[name])
+        if successor is not None:
+            idle, heard = [other for other in self.settings if other not in (name, successor)], self._heard()
+            given = {led: other for other in idle for led in self._led_by(other)}
+            for led, other in given.items():
+                self.nodes[other].tell("step_down", led)
+            if given and await self._winner(list(given), heard, but=[name, *idle]) is not None:
+                await asyncio.sleep(self.rng.uniform(1, 2) * self.settings[successor]["heartbeat_interval_s"])
+                self.reached["relay"] += name == self._slowest
+            await self.rng.choice([self._terminate, self._kill, self._step_down])(successor, role)
+        await asyncio.sleep(duration_s / 2)
+
+    async def _win_back(self, name: str, role: str) -> None:
+        """The slowest leader gives a role up and wins it back on the same session, which is ended before it beats."""
+        name, role = self._slowest_leader(name, role)
+        others = [node for other, node in self.nodes.items() if other != name]
+        for node in others:
+            node.signal(signal.SIGSTOP)
+        try:
+            heard = self._heard()
+            self.nodes[name].tell("step_down", role)
+            won = await self._winner([role], heard) is not None
+        finally:
+            for node in others:
+                node.signal(signal.SIGCONT)
+        self.reached["win_back"] += won and name == self._slowest
+        await self._deaf(name, role)
+
+    def _led_by(self, name: str) -> list[str]:
+        """The roles for which this node was the last to act."""
+        return [role for role in self.roles if (last := self.log.last(role)) is not None and last.node == name]
+
+    @property
+    def _slowest(self) -> str:
+        return max(self.settings, key=self._lease_s)
+
+    def _slowest_leader(self, name: str, role: str) -> tuple[str, str]:
+        """The node with the longest T and a role that it leads; `name` and `role` if it leads none."""
+        led = self._led_by(self._slowest)
+        return (self._slowest, self.rng.choice(led)) if led else (name, role)
+
+    def _heard(self) -> dict[ElectionNode, int]:
+        """How much each node has said so far."""
+        return {node: len(node.said) for node in self.nodes.values()}
+
+    async def _winner(
+        self, roles: Sequence[str], heard: Mapping[ElectionNode, int], but: Sequence[str] = ()
+    ) -> str | None:
+        """The node that has won one of these since then; None if that takes too long: other faults go on beside."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(map(self._lease_s, self.settings))):
+                while True:
+                    for name, node in self.nodes.items():
+                        news = node.said[heard.get(node, 0) :]
+                        if name not in but and any(m["what"] == "acquired" and m["role"] in roles for m in news):
+                            return name
+                    await asyncio.sleep(POLL_S)
+        return None
+
+    # -- of the network and the server
 
     async def _cut(self, name: str, role: str) -> None:
         self.proxies[name].cut()
@@ -309,6 +405,8 @@ KINDS = (
     *("pause", "kill", "drain", "step_down", "block", "terminate", "deaf", "numb"),
     *("cut", "reset", "delay", "drop_replies", "restart", "stall"),
 )
+# For nodes that lead several roles; those that matter most come first.
+SETTLING_KINDS = ("scatter", "relay", "win_back", "step_down", "deaf", "pause", "numb", "terminate", "kill")
 
 
 async def end_sessions_of(dsn: str, node: str) -> None:

@@ -20,7 +20,7 @@ from pgleaderlock.keys import DEFAULT_NAMESPACE, key_pair
 from pgleaderlock.migrate import migrate
 from pgleaderlock.models import LeaderToken
 
-__all__ = ["Leader", "database", "ledger_database", "plain_role", "until_waiting"]
+__all__ = ["Leader", "database", "ledger_database", "plain_role", "take_out", "until_waiting"]
 
 WAIT_S = 20.0
 POLL_S = 0.02
@@ -57,6 +57,15 @@ def ledger_database(dsn: str) -> Iterator[str]:
     with database(dsn) as own:
         asyncio.run(migrate(own))
         yield own
+
+
+def take_out(dsn: str, function: str, text: str) -> None:
+    """Break a function of the ledger in this database: whatever relies on it must be seen to fail."""
+    with _admin(dsn) as admin:
+        row = admin.execute("SELECT pg_get_functiondef(to_regproc(%s))", (f"pgleaderlock.{function}",)).fetchone()
+        assert row is not None
+        assert row[0].count(text) == 1
+        admin.execute(row[0].replace(text, "").encode())
 
 
 @contextlib.contextmanager
