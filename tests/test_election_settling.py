@@ -46,7 +46,9 @@ def log(tmp_path: Path) -> SendLog:
 # --- By hand, with a T that no test waits for
 
 
-@pytest.mark.parametrize("heartbeat", ["tick(%s, %s, NULL)", "beat(%s, %s)"], ids=["tick", "beat"])
+@pytest.mark.parametrize(
+    "heartbeat", ["heartbeat(%s, %s, NULL)", "tick(%s, %s, NULL)", "beat(%s, %s)"], ids=["heartbeat", "tick", "beat"]
+)
 def test_a_beat_settles_only_the_roles_that_it_names(ledger: str, role: str, other_role: str, heartbeat: str) -> None:
     def wait_t(name: str) -> float:
         return float(one(ledger, "SELECT wait_t FROM pgleaderlock.leaders WHERE role = %s", name)["wait_t"])
@@ -149,7 +151,7 @@ async def in_turn(storm: Storm, *kinds: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("function", "taken_out", "fault"),
-    [("tick", "AND l.role = ANY (p_settled)", "relay"), ("bump", "beat = s.beat + 1, ", "win_back")],
+    [("heartbeat", "AND l.role = ANY (p_settled)", "relay"), ("bump", "beat = s.beat + 1, ", "win_back")],
     ids=["a beat that settles all roles of its session", "a bump that is no beat"],
 )
 async def test_the_same_faults_catch(

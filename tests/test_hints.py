@@ -14,7 +14,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from conftest import StartServer
-from pgleaderlock import LeaderElection, UnsafeSessionError
+from pgleaderlock import LeaderElection
 from pgleaderlock._conninfo import ConnectionSettings
 from pgleaderlock._session import DedicatedSession
 from pgleaderlock._sql import statement
@@ -157,65 +157,3 @@ async def test_only_warnings_about_the_outcome_put_it_in_doubt(
         assert bool(session.doubts) is doubtful
     finally:
         await session.close()
-
-
-# --- The settings that our logic depends on
-
-
-@pytest.mark.parametrize(
-    "dba_says",
-    [
-        "client_min_messages = error",
-        "client_encoding = 'SQL_ASCII'",
-        "search_path = shadows, pg_catalog",
-        "default_transaction_isolation = serializable",
-        "default_transaction_read_only = on",
-        "idle_session_timeout = '1ms'",
-        "synchronous_commit = off",
-    ],
-)
-async def test_an_election_leads_whatever_the_dba_has_set_for_its_role(
-    throwaway_postgres: StartServer, dba_says: str
-) -> None:
-    server = throwaway_postgres()
-    await migrate(server.dsn)
-    with admin(server.dsn) as dba:
-        dba.execute("CREATE SCHEMA shadows")
-        dba.execute(
-            "CREATE FUNCTION shadows.pg_try_advisory_lock(integer, integer) RETURNS boolean"
-            " LANGUAGE sql AS 'SELECT true'"
-        )
-        dba.execute(f"ALTER ROLE postgres SET {dba_says}".encode())
-    async with LeaderElection(server.dsn, "größe", node_id="nœud", **STEADY) as election:
-        await opens(election, "größe")
-    with psycopg.connect(
-        server.dsn, autocommit=True, options="-c client_encoding=UTF8 -c idle_session_timeout=0"
-    ) as look:
-        assert look.execute("SELECT node_id FROM pgleaderlock.terms").fetchall() == [("nœud",)]
-
-
-async def test_an_election_leads_in_a_database_that_has_no_encoding(throwaway_postgres: StartServer) -> None:
-    server = throwaway_postgres()
-    with admin(server.dsn) as dba:
-        dba.execute("CREATE DATABASE plain ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
-    dsn = make_conninfo(server.dsn, dbname="plain")
-    await migrate(dsn)
-    async with LeaderElection(dsn, "größe", **STEADY) as election:
-        await opens(election, "größe")
-        assert election.gate("größe").current_epoch == 1
-
-
-@pytest.mark.parametrize("setting", ["client_min_messages", "search_path", "client_encoding"])
-async def test_a_session_without_the_settings_it_was_opened_with_is_refused(dsn: str, setting: str) -> None:
-    """Something between us and the server drops them: here, a statement of our own."""
-    settings = ConnectionSettings("changed", statement_timeout_s=5, lease_s=15)
-    other = {"client_min_messages": "error", "search_path": "public", "client_encoding": "LATIN1"}[setting]
-    for check in ("verify", "take"):
-        session = await DedicatedSession.open(dsn, settings)
-        try:
-            await session._connection.execute(f"SET {setting} = {other}".encode())
-            with pytest.raises(UnsafeSessionError, match=f"{setting}={other}") as refused:
-                await (session.verify() if check == "verify" else session.take((4711, 1)))
-            assert refused.value.reason == "settings"
-        finally:
-            await session.close()

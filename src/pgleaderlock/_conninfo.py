@@ -69,6 +69,20 @@ class ConnectionSettings:
     idle_timeout_s: float = 0.0
     """The lease from the beginning, for a session that is never silent; 0: it begins with the lock."""
 
+    # What the server is told, and shows again: whole milliseconds, rounded once.
+
+    @property
+    def statement_timeout_ms(self) -> int:
+        return max(1, round(self.statement_timeout_s * 1000))
+
+    @property
+    def lease_ms(self) -> int:
+        return max(1, round(self.lease_s * 1000))
+
+    @property
+    def idle_timeout_ms(self) -> int:
+        return round(self.idle_timeout_s * 1000)
+
 
 def libpq_knows_where(environ: Mapping[str, str] | None = None) -> bool:
     """Does an empty DSN lead to a database that somebody has chosen?"""
@@ -167,16 +181,14 @@ def _parsed(dsn: str, environment_options: str) -> Mapping[str, str]:
 
 
 def _options(settings: ConnectionSettings) -> str:
-    statement_ms = max(1, int(settings.statement_timeout_s * 1000))
-    lease_ms = max(1, int(settings.lease_s * 1000))
     keepalive_s = min(settings.lease_s, KEEPALIVE_S_MAX)
     values = {
         **REQUIRED,
-        "idle_session_timeout": str(int(settings.idle_timeout_s * 1000)),
-        "statement_timeout": str(statement_ms),
-        "lock_timeout": str(statement_ms),
-        "idle_in_transaction_session_timeout": str(lease_ms),
-        "client_connection_check_interval": str(max(100, min(1000, lease_ms // 4))),
+        "idle_session_timeout": str(settings.idle_timeout_ms),
+        "statement_timeout": str(settings.statement_timeout_ms),
+        "lock_timeout": str(settings.statement_timeout_ms),
+        "idle_in_transaction_session_timeout": str(settings.lease_ms),
+        "client_connection_check_interval": str(max(100, min(1000, settings.lease_ms // 4))),
         "tcp_keepalives_idle": str(max(1, int(keepalive_s / 3))),
         "tcp_keepalives_interval": str(max(1, int(keepalive_s / 6))),
         "tcp_keepalives_count": "3",

@@ -185,7 +185,7 @@ class DedicatedSession:
             **self._timeouts_ms(),
             backend_pid=self._backend_pid,
         )
-        self._deadlock_timeout_s = _seconds(row["deadlock_timeout"])
+        self._deadlock_timeout_s = _milliseconds(row["deadlock_timeout"]) / 1000
         if row["lease"] is None:
             refusal = self._refusal(await self._run("diagnose"))
             await self.close()
@@ -252,7 +252,7 @@ class DedicatedSession:
         if row["backend_pid"] != self._backend_pid or row["in_recovery"] or self._wrong_settings(row):
             await self.close()
             raise self._refusal(row)
-        self._deadlock_timeout_s = _seconds(row["deadlock_timeout"])
+        self._deadlock_timeout_s = _milliseconds(row["deadlock_timeout"]) / 1000
 
     async def _run(self, name: str, **params: object) -> dict[str, Any]:
         """The first row of a statement; an empty one if there is none."""
@@ -382,10 +382,11 @@ class DedicatedSession:
     # --- What went wrong
 
     def _timeouts_ms(self) -> dict[str, int]:
+        settings = self._settings
         return {
-            "lease_ms": max(1, int(self._settings.lease_s * 1000)),
-            "idle_timeout_ms": int(self._settings.idle_timeout_s * 1000),
-            "statement_timeout_ms": max(1, int(self._settings.statement_timeout_s * 1000)),
+            "lease_ms": settings.lease_ms,
+            "idle_timeout_ms": settings.idle_timeout_ms,
+            "statement_timeout_ms": settings.statement_timeout_ms,
         }
 
     def _statement_error(self, name: str, error: Exception) -> PgLeaderLockError:
@@ -396,12 +397,12 @@ class DedicatedSession:
             **REQUIRED,
             **FORCED,
             "client_encoding": CLIENT_ENCODING,
-            "idle_session_timeout": self._settings.idle_timeout_s,
+            "idle_session_timeout": self._settings.idle_timeout_ms,
         }
         return ", ".join(
             f"{name}={row[name]}"
             for name, wanted in required.items()
-            if (_seconds(row[name]) if isinstance(wanted, float) else row[name]) != wanted
+            if (_milliseconds(row[name]) if isinstance(wanted, int) else row[name]) != wanted
         )
 
     def _refusal(self, row: Mapping[str, Any]) -> UnsafeSessionError:
@@ -420,13 +421,13 @@ class DedicatedSession:
 # --- Helpers
 
 
-_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS_MS = {"": 1, "ms": 1, "s": 1000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
-def _seconds(setting: str) -> float:
+def _milliseconds(setting: str) -> int:
     """A time as `current_setting` shows it: `500ms`, `1s`, `2min`."""
-    match = re.fullmatch(r"(\d+)(us|ms|s|min|h|d)?", setting)
-    return float(match[1]) * _UNITS_S[match[2] or "ms"] if match else 1.0
+    match = re.fullmatch(r"(\d+)(ms|s|min|h|d|)", setting)
+    return int(match[1]) * _UNITS_MS[match[2]] if match else 1000
 
 
 _descriptors_of: dict[DedicatedSession, tuple[int, int]] = {}
