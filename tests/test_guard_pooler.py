@@ -15,7 +15,16 @@ from psycopg.conninfo import make_conninfo
 
 from conftest import StartPooler
 from fakes import captured_log
-from pgleaderlock import LockNotAcquired, _pool_check, acquire_leadership, key_pair, sync
+from pgleaderlock import (
+    LeaderElection,
+    LeadershipGuard,
+    LockError,
+    LockNotAcquired,
+    _pool_check,
+    acquire_leadership,
+    key_pair,
+    sync,
+)
 from pgleaderlock._clock import BOOT_CLOCK
 from pgleaderlock._conninfo import ConnectionSettings
 from pgleaderlock._listener import listen
@@ -24,9 +33,10 @@ from pgleaderlock._pool_check import SECOND_CLIENTS_MAX, Backend, _proof, _Step
 from pgleaderlock._session import DedicatedSession
 from pgleaderlock.errors import ConnectionError, DatabaseError, UnsafeSessionError
 from support.counts import count
+from support.elections import STEADY, fresh_database, until
 from support.pgbouncer import PoolMode
 from support.recorder import WAIT_S
-from support.server_side import holders
+from support.server_side import holders, terminate
 
 POOLED = ConnectionSettings("pooler-test", 5.0, 7.5, allow_pooler=True)
 Connection = psycopg.AsyncConnection[tuple[Any, ...]]
@@ -135,21 +145,59 @@ async def test_a_blocking_session_that_cannot_be_proven_is_refused_with_the_reas
     assert holders(dsn, key_pair(name)) == []
 
 
-@pytest.mark.parametrize("pool_mode", ["transaction", "statement"])
-async def test_a_lock_that_another_client_left_on_the_session_is_not_taken_a_second_time(
-    dsn: str, pgbouncer: StartPooler, name: str, pool_mode: PoolMode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The proof is taken out, as if a pool had fooled it: the statement itself must still refuse, and so must `check`.
-    async def fooled(_connection: object, ask: Callable[[], Awaitable[Backend]]) -> Backend:
+@pytest.fixture
+def fooled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof is taken out, as if a pool had fooled it: the statements themselves must still refuse."""
+
+    async def believe(_connection: object, ask: Callable[[], Awaitable[Backend]]) -> Backend:
         return await ask()
 
-    monkeypatch.setattr("pgleaderlock.guard.prove", fooled)
+    monkeypatch.setattr("pgleaderlock.guard.prove", believe)
+
+
+@pytest.mark.parametrize("pool_mode", ["transaction", "statement"])
+async def test_a_lock_that_another_client_left_on_the_session_is_not_taken_a_second_time(
+    dsn: str, pgbouncer: StartPooler, name: str, pool_mode: PoolMode, fooled: None
+) -> None:
     through = pgbouncer(dsn, pool_mode, default_pool_size="1")
     async with await connected(through) as first, await connected(through) as second:
         held = await acquire_leadership(first, name, allow_pooler=True)
         with pytest.raises(DatabaseError, match="pool_mode=session"):
             await acquire_leadership(second, name, allow_pooler=True)
         await held.release()
+
+
+async def led_at_last(conn: Connection, name: str) -> LeadershipGuard:
+    """Try until the pooler has noticed that a session was ended: until then it hands out the dead one."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            with contextlib.suppress(DatabaseError):
+                return await acquire_leadership(conn, name, allow_pooler=True)
+
+
+async def test_check_is_false_when_another_session_answers_even_if_that_one_holds_the_lock(
+    dsn: str, pgbouncer: StartPooler, name: str, fooled: None
+) -> None:
+    through = pgbouncer(dsn, "transaction", default_pool_size="1")
+    async with await connected(through) as first, await connected(through) as second:
+        held = await acquire_leadership(first, name, allow_pooler=True)
+        terminate(dsn, key_pair(name))
+        successor = await led_at_last(second, name)
+        assert not await held.check()
+        assert await successor.check()
+        await successor.release()
+        with pytest.raises(LockError, match="was not held"):
+            await held.release()
+
+
+@pytest.mark.parametrize("pool_mode", ["transaction", "statement"])
+async def test_an_election_in_a_pool_that_shares_sessions_never_leads(
+    dsn: str, pgbouncer: StartPooler, name: str, pool_mode: PoolMode
+) -> None:
+    with fresh_database(dsn, ledger=True) as own:
+        async with LeaderElection(pgbouncer(own, pool_mode), name, allow_pooler=True, **STEADY) as election:
+            await until(lambda: isinstance(election.last_error, UnsafeSessionError))
+            assert holders(own, key_pair(name)) == []
 
 
 # --- A busy pool
