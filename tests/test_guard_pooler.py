@@ -167,10 +167,11 @@ async def test_a_lock_that_another_client_left_on_the_session_is_not_taken_a_sec
         await held.release()
 
 
-async def led_at_last(conn: Connection, name: str) -> LeadershipGuard:
-    """Try until the pooler has noticed that a session was ended: until then it hands out the dead one."""
+async def led_at_last(through: str, name: str, opened: AsyncExitStack) -> LeadershipGuard:
+    """Try until the pooler has noticed that a session was ended: until then it cuts off whom it gives the dead one."""
     async with asyncio.timeout(WAIT_S):
         while True:
+            conn = await opened.enter_async_context(await connected(through))
             with contextlib.suppress(DatabaseError):
                 return await acquire_leadership(conn, name, allow_pooler=True)
 
@@ -179,10 +180,10 @@ async def test_check_is_false_when_another_session_answers_even_if_that_one_hold
     dsn: str, pgbouncer: StartPooler, name: str, fooled: None
 ) -> None:
     through = pgbouncer(dsn, "transaction", default_pool_size="1")
-    async with await connected(through) as first, await connected(through) as second:
+    async with await connected(through) as first, AsyncExitStack() as opened:
         held = await acquire_leadership(first, name, allow_pooler=True)
         terminate(dsn, key_pair(name))
-        successor = await led_at_last(second, name)
+        successor = await led_at_last(through, name, opened)
         assert not await held.check()
         assert await successor.check()
         await successor.release()
