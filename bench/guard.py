@@ -38,7 +38,7 @@ async def cycle(dsn: str) -> Figure:
 
 
 async def _raw_block(conn: psycopg.AsyncConnection[Any]) -> float:
-    params = {**key_params((3, 1)), "backend_pid": conn.info.backend_pid, "allow_pooler": False}
+    params = {**key_params((3, 1)), "backend_pid": conn.info.backend_pid}
     take, unlock = statement("guard_take"), statement("guard_unlock")
     began = time.perf_counter()
     for _ in range(CYCLES):

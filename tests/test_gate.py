@@ -1,7 +1,6 @@
 """The acting gate: decided by the clock at the moment it is asked, for one term, from any thread."""
 
 import asyncio
-import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import pytest
 
 from fakes import FakeClock, limit, until
 from pgleaderlock import LeaderGate, LeaderToken, NotLeader
+from support.forked import in_child
 
 ROLE = "scheduler"
 FIRST = LeaderToken(ROLE, 7, "node-a")
@@ -599,20 +599,6 @@ def held_lock(gate: LeaderGate) -> Iterator[None]:
     gate._lock.acquire()
     yield
     gate._lock.release()
-
-
-def in_child(ask: Callable[[], str]) -> str:
-    """What a forked child answers."""
-    receive, send = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            os.write(send, ask().encode())
-        finally:
-            os._exit(0)
-    os.close(send)
-    os.waitpid(child, 0)
-    with os.fdopen(receive) as answer:
-        return answer.read()
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

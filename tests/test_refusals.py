@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psycopg
@@ -18,6 +19,7 @@ from pgleaderlock import (
     key_pair,
 )
 from pgleaderlock._conninfo import ConnectionSettings
+from pgleaderlock._pool_check import Backend
 from pgleaderlock._session import DedicatedSession
 from servers import open_folder
 from support.pgbouncer import PoolMode
@@ -84,7 +86,7 @@ async def test_behind_an_allowed_pooler_two_clients_of_one_backend_never_both_le
     dsn: str, pgbouncer: StartPooler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The check at the start is taken out, as if a busy pool had fooled it: the statement itself must still refuse.
-    monkeypatch.setattr("pgleaderlock._session.backend_is_shared", _never)
+    monkeypatch.setattr("pgleaderlock._session.prove", _fooled)
     through = pgbouncer(dsn, "transaction", default_pool_size="1")
     name = fresh_name()
     first = LeaderLock.for_name(through, name, allow_pooler=True, health_interval_s=3600)
@@ -95,8 +97,8 @@ async def test_behind_an_allowed_pooler_two_clients_of_one_backend_never_both_le
         assert isinstance(error, UnsafeSessionError)
 
 
-async def _never(*_: object) -> bool:
-    return False
+async def _fooled(_connection: object, ask: Callable[[], Awaitable[Backend]]) -> Backend:
+    return await ask()
 
 
 async def test_a_standby_is_refused_and_a_list_of_hosts_finds_the_primary(throwaway_postgres: StartServer) -> None:

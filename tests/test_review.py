@@ -5,15 +5,12 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
 
-import psycopg
 import pytest
-from psycopg.conninfo import conninfo_to_dict
 
 from conftest import StartPooler
 from fakes import FakeClock, FakeDatabase, fake_lock, until
-from pgleaderlock import ConfigurationError, FixedInterval, LeaderLock, LockState, _pool_check, key_pair
+from pgleaderlock import ConfigurationError, FixedInterval, LeaderLock, LockState, key_pair
 from proxy import Proxy
 from support.counts import count
 from support.recorder import WAIT_S, Recorder
@@ -75,34 +72,6 @@ async def test_in_a_shared_pool_that_was_allowed_no_two_lead_at_once(
     for lock in locks:
         await lock.shutdown(WAIT_S)
     assert max(leading) <= 1
-
-
-async def test_a_look_at_the_pool_that_is_cancelled_at_its_very_end_closes_its_connection(
-    dsn: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened: list[psycopg.AsyncConnection[Any]] = []
-    at_the_end = asyncio.Event()
-    connect = psycopg.AsyncConnection.connect
-
-    async def noted(*args: Any, **params: Any) -> psycopg.AsyncConnection[Any]:
-        opened.append(await connect(*args, **params))
-        return opened[-1]
-
-    async def rollback(_self: object) -> None:
-        at_the_end.set()
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(_pool_check, "POOL_CHECK_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(psycopg.AsyncConnection, "connect", noted)
-    monkeypatch.setattr(psycopg.AsyncConnection, "rollback", rollback)
-    looking = asyncio.create_task(
-        _pool_check.backend_is_shared({k: str(v) for k, v in conninfo_to_dict(dsn).items()}, 0)
-    )
-    await at_the_end.wait()
-    looking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await looking
-    assert [connection.closed for connection in opened] == [True]
 
 
 def test_waiting_at_the_server_behind_a_pooler_is_refused_at_once() -> None:

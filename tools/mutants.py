@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "shared-pool-check-off",
-        (Edit(SESSION, "if await self._backend_is_shared():", "if False:"),),
+        (Edit("_pool_check.py", "if moved:", "if False:"),),
         ("tests/test_refusals.py::test_a_pool_that_shares_sessions_is_refused_even_when_poolers_are_allowed",),
     ),
     Mutant(

@@ -10,6 +10,7 @@ Imports `_session` for the types, `_sql`, `errors`, `keys` and the standard libr
 import asyncio
 import contextlib
 import inspect
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ class BorrowedSession:
     def __init__(self, connection: Any, timeout_s: float) -> None:
         self._connection = connection
         self._timeout_s = timeout_s
+        self._owner_pid = os.getpid()
 
     @classmethod
     async def open(cls, connect_fn: Callable[[], Awaitable[Any]], timeout_s: float) -> "BorrowedSession":
@@ -81,11 +83,15 @@ class BorrowedSession:
         return await never  # nothing watches the socket: only a probe can tell
 
     async def close(self) -> None:
+        if os.getpid() != self._owner_pid:
+            return  # to close it in a forked child would end the parent's session
         with contextlib.suppress(Exception):
             async with asyncio.timeout(min(self._timeout_s, CLOSE_S_MAX)):
                 await self._connection.close()
 
     async def _run(self, name: str, params: KeyPair | None) -> Any:
+        if os.getpid() != self._owner_pid:
+            raise ConnectionError("the session belongs to the parent process: a forked child must start its own lock")
         try:
             async with asyncio.timeout(self._timeout_s):
                 cursor = await self._connection.execute(statement(name).decode(), params)

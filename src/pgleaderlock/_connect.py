@@ -25,10 +25,10 @@ __all__ = ["connect", "patience_s", "resolved", "retrieve", "sever"]
 UNLIMITED_CONNECT_S = 130.0
 
 
-async def connect(params: Mapping[str, str], *, autocommit: bool = True) -> psycopg.AsyncConnection[dict[str, Any]]:
+async def connect(params: Mapping[str, str]) -> psycopg.AsyncConnection[dict[str, Any]]:
     return await psycopg.AsyncConnection.connect(
         "",
-        autocommit=autocommit,
+        autocommit=True,
         prepare_threshold=None,
         cursor_factory=psycopg.AsyncClientCursor,
         row_factory=dict_row,

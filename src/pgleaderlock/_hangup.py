@@ -10,6 +10,7 @@ Linux; elsewhere the hang-up is looked for every `POLL_S` by the caller of `avai
 
 import os
 import select
+import weakref
 
 __all__ = ["Hangup", "available"]
 
@@ -26,6 +27,11 @@ class Hangup:
         self._epoll = select.epoll()
         # EPOLLHUP and EPOLLERR are always reported; EPOLLIN is not asked for.
         self._epoll.register(self._duplicate, select.EPOLLRDHUP)
+        _watched.add(self)
+
+    @property
+    def closed(self) -> bool:
+        return self._epoll.closed
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -38,3 +44,15 @@ class Hangup:
         if not self._epoll.closed:
             self._epoll.close()
             os.close(self._duplicate)
+
+
+_watched: weakref.WeakSet[Hangup] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """In a forked child: its duplicate would keep the parent's connection open after the parent has ended."""
+    for hangup in list(_watched):
+        hangup.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

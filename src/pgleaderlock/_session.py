@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar, overload
 
 import psycopg
 from psycopg import pq
-from psycopg.rows import BaseRowFactory, dict_row
+from psycopg.rows import BaseRowFactory, class_row, dict_row
 
 from pgleaderlock._connect import connect, patience_s, resolved, retrieve, sever
 from pgleaderlock._conninfo import (
@@ -33,7 +33,7 @@ from pgleaderlock._conninfo import (
     connect_params,
     scrub,
 )
-from pgleaderlock._pool_check import backend_is_shared
+from pgleaderlock._pool_check import Backend, prove, shared_error
 from pgleaderlock._refusals import connect_error, pooler_error, safe_cause, standby_error, statement_error
 from pgleaderlock._sql import statement
 from pgleaderlock.errors import (
@@ -163,14 +163,13 @@ class DedicatedSession:
             await self._set_up_behind_pooler()
 
     async def _set_up_behind_pooler(self) -> None:
-        self._backend_pid = (await self._run("same_backend"))["backend_pid"]
-        if await backend_is_shared(self._params, self._backend_pid):
-            raise UnsafeSessionError(
-                "pooler",
-                "the pooler hands one server session to several clients (pool_mode transaction or statement), where a "
-                "lock excludes nobody: use pool_mode=session or connect to PostgreSQL itself",
-            )
-        await self._run("set_up_pooled", **self._timeouts_ms())
+        self._backend_pid = (await prove(self._connection, self._backend)).pid
+        if not await self._run("set_up_pooled", **self._timeouts_ms(), backend_pid=self._backend_pid):
+            raise shared_error()
+
+    async def _backend(self) -> Backend:
+        (backend,) = await self.rows("same_backend", class_row(Backend))
+        return backend
 
     # --- The statements
 
@@ -231,7 +230,7 @@ class DedicatedSession:
 
     async def held(self, keys: KeyPair) -> bool:
         """Positive proof from the server that this session holds the lock."""
-        return bool((await self._run("guard_check", **key_params(keys)))["held"])
+        return bool((await self._run("guard_check", **key_params(keys), backend_pid=self._backend_pid))["held"])
 
     async def holder(self, keys: KeyPair) -> tuple[int, str | None] | None:
         """Pid and application name of whoever holds the lock, as far as this role may see."""

@@ -6,12 +6,13 @@ connection of yours: it neither waits nor retries. The two helpers below it do, 
 What a guard does not promise is what no lock promises: see the first lines of `lock`. On a connection of yours there is
 no lease either: a process that is frozen keeps the lock until its connection ends. The helpers' connections have one.
 
-Imports `_guarding`, `_hangup`, `_session`, `_conninfo`, `_sql`, `retry`, `keys`, `errors`, `_clock`, `_logging`,
-`_thread`.
+Imports `_guarding`, `_hangup`, `_pool_check`, `_session`, `_conninfo`, `_sql`, `retry`, `keys`, `errors`, `_clock`,
+`_logging`, `_thread`.
 """
 
 import asyncio
 import contextlib
+import os
 import random
 import warnings
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,7 @@ from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._hangup import Hangup
 from pgleaderlock._logging import get_logger
+from pgleaderlock._pool_check import Backend, prove
 from pgleaderlock._session import DedicatedSession
 from pgleaderlock._sql import statement
 from pgleaderlock._thread import settle
@@ -74,26 +76,37 @@ class _Backing(Protocol):
 
 
 class LeadershipGuard:
-    """Leadership that was obtained. Release it, or leave its block; lose it, and `lost()` returns."""
+    """Leadership that was obtained. Release it, or leave its block; lose it, and `lost()` returns.
+
+    It belongs to the process that obtained it: in a forked child it is not held, and sends nothing.
+    """
 
     def __init__(self, name: str, key: KeyPair, backing: _Backing) -> None:
         self.name = name
         self.key = key
         self._backing: _Backing | None = backing
+        self._owner_pid = os.getpid()
+        self._turn = asyncio.Lock()
 
     @property
     def held(self) -> bool:
         """Not released, and the connection not known to be closed. `check()` asks the server."""
-        return self._backing is not None and not self._backing.closed
+        return self._backing is not None and os.getpid() == self._owner_pid and not self._backing.closed
 
     async def release(self) -> None:
-        """Give leadership back. A second call does nothing.
+        """Give leadership back. A second call does nothing, nor does any call in a forked child.
 
         Raises `DatabaseError` if the session had died before: somebody else may have led meanwhile.
         """
         await self._release(abandon=False)
 
     async def _release(self, *, abandon: bool) -> None:
+        if os.getpid() == self._owner_pid:
+            # One at a time: the unlock of a second call would free what the connection has taken anew in between.
+            async with self._turn:
+                await self._release_once(abandon=abandon)
+
+    async def _release_once(self, *, abandon: bool) -> None:
         backing = self._backing
         if backing is None:
             return
@@ -121,7 +134,7 @@ class LeadershipGuard:
         Never reads from the connection. A network that is cut without a word is not a death that anybody hears of: for
         that, call `check()` now and then, or take a helper, whose sessions are probed.
         """
-        if self._backing is not None and not self._backing.closed:
+        if self.held and self._backing is not None:
             await self._backing.lost()
 
     async def __aenter__(self) -> Self:
@@ -155,16 +168,18 @@ async def acquire_leadership(
     cancelled in mid-statement, the connection is closed: whether the lock was granted is unknown then.
     """
     keys = key_pair(name, namespace)
-    guarding.check_fit(conn, psycopg.AsyncConnection, name, keys)
-    row = await _decisive(
-        conn, "taking the lock", "guard_take", guarding.take_params(conn, keys, allow_pooler=allow_pooler)
-    )
-    if row[0]:
-        guarding.remember(conn, keys)
-        return LeadershipGuard(name, keys, _OnConnection(conn, name, keys))
-    if row[0] is None:
-        raise guarding.not_fit((await _ask(conn, "looking at the session", "guard_diagnose", {}))[0])
-    raise guarding.not_acquired(name, await _holder(conn, keys))
+    guarding.check_kind(conn, psycopg.AsyncConnection)
+    with guarding.claimed(conn, name, keys):
+        guarding.check_fit(conn)
+        backend_pid = await _proven_pid(conn) if allow_pooler else conn.pgconn.backend_pid
+        take = "guard_take_pooled" if allow_pooler else "guard_take"
+        row = await _decisive(conn, "taking the lock", take, {**key_params(keys), "backend_pid": backend_pid})
+        if row[0]:
+            return LeadershipGuard(name, keys, _OnConnection(conn, name, keys, backend_pid))
+        if row[0] is None:
+            (in_recovery,) = await _ask(conn, "looking at the session", "guard_diagnose", {})
+            raise guarding.not_fit(in_recovery, allow_pooler=allow_pooler)
+        raise guarding.not_acquired(name, await _holder(conn, keys))
 
 
 async def acquire_leadership_with_retry(
@@ -241,8 +256,8 @@ async def acquire_leadership_blocking(
 
 
 class _OnConnection:
-    def __init__(self, conn: psycopg.AsyncConnection[Any], name: str, keys: KeyPair) -> None:
-        self._conn, self._name, self._keys = conn, name, keys
+    def __init__(self, conn: psycopg.AsyncConnection[Any], name: str, keys: KeyPair, backend_pid: int) -> None:
+        self._conn, self._name, self._keys, self._backend_pid = conn, name, keys, backend_pid
         self._denied = False
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -267,8 +282,8 @@ class _OnConnection:
             raise guarding.not_held(self._name)
 
     async def check(self) -> bool:
-        row = await _ask(self._conn, "checking the lock", "guard_check", key_params(self._keys))
-        return bool(row[0])
+        params = {**key_params(self._keys), "backend_pid": self._backend_pid}
+        return bool((await _ask(self._conn, "checking the lock", "guard_check", params))[0])
 
     async def lost(self) -> None:
         loop = asyncio.get_running_loop()
@@ -277,19 +292,42 @@ class _OnConnection:
         try:
             await asyncio.shield(self._ended)
         finally:
-            loop.remove_reader(hangup.fileno())
-            hangup.close()
+            if not hangup.closed:  # closed in a forked child: its copy of the loop has the parent's registrations
+                loop.remove_reader(hangup.fileno())
+                hangup.close()
 
     async def close(self) -> None:
         guarding.forget(self._conn, self._keys)  # the connection is the caller's, and stays open
         settle(self._ended)
 
 
-async def _ask(conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]) -> tuple[Any, ...]:
+async def _proven_pid(conn: psycopg.AsyncConnection[Any]) -> int:
+    """The backend behind an allowed pooler, once it is proven to be ours alone."""
+
+    async def sample() -> Backend:
+        # Not prepared: a prepared statement would stay behind on a backend that turns out to be shared.
+        backend = Backend(*await _ask(conn, "looking at the session", "same_backend", None, prepare=False))
+        guarding.check_between_transactions(conn)
+        return backend
+
+    try:
+        return (await prove(conn, sample)).pid
+    except ConnectionError as error:
+        raise guarding.refused(error) from error
+
+
+async def _ask(
+    conn: psycopg.AsyncConnection[Any],
+    what: str,
+    name: str,
+    params: dict[str, Any] | None,
+    *,
+    prepare: bool | None = None,
+) -> tuple[Any, ...]:
     """One statement on the caller's connection, whatever its own cursor and row types are."""
     try:
         cursor = psycopg.AsyncCursor(conn, row_factory=tuple_row)
-        await cursor.execute(statement(name), params)
+        await cursor.execute(statement(name), params, prepare=prepare)
         return await cursor.fetchone() or ()
     except psycopg.Error as error:
         raise guarding.failed(what, error) from error
@@ -301,7 +339,9 @@ async def _decisive(
     """A statement whose outcome decides who leads: if it is cancelled, the outcome is unknown, and the session ends."""
     try:
         return await _ask(conn, what, name, params)
-    except asyncio.CancelledError:
+    except PgLeaderLockError:
+        raise
+    except BaseException:
         await conn.close()
         raise
 

@@ -1,8 +1,11 @@
 """The same for threads and scripts: one-shot leadership on an ordinary, blocking psycopg connection.
 
-Imports `_guarding`, `_hangup`, `_sql`, `keys`, `errors`, `_logging` and psycopg. Starts no thread and no event loop.
+Imports `_guarding`, `_hangup`, `_pool_check`, `_sql`, `keys`, `errors`, `_logging` and psycopg. Starts no thread and no
+event loop.
 """
 
+import os
+import threading
 import warnings
 from typing import Any, Self
 
@@ -12,8 +15,9 @@ from psycopg.rows import tuple_row
 from pgleaderlock import _guarding as guarding
 from pgleaderlock._hangup import Hangup
 from pgleaderlock._logging import get_logger
+from pgleaderlock._pool_check import Backend, prove_sync
 from pgleaderlock._sql import statement
-from pgleaderlock.errors import DatabaseError, PgLeaderLockError
+from pgleaderlock.errors import ConnectionError, DatabaseError, PgLeaderLockError
 from pgleaderlock.keys import DEFAULT_NAMESPACE, KeyPair, key_pair, key_params
 
 __all__ = ["LeadershipGuard", "acquire_leadership"]
@@ -22,21 +26,28 @@ _log = get_logger("pgleaderlock")
 
 
 class LeadershipGuard:
-    """Leadership that was obtained. Release it, or leave its block; lose it, and `lost()` returns True."""
+    """Leadership that was obtained. Release it, or leave its block; lose it, and `lost()` returns True.
 
-    def __init__(self, name: str, key: KeyPair, conn: psycopg.Connection[Any]) -> None:
+    It belongs to the process that obtained it: in a forked child it is not held, and sends nothing.
+    """
+
+    def __init__(self, name: str, key: KeyPair, conn: psycopg.Connection[Any], backend_pid: int) -> None:
         self.name = name
         self.key = key
         self._conn: psycopg.Connection[Any] | None = conn
+        self._backend_pid = backend_pid
         self._hung_up = False
+        self._owner_pid = os.getpid()
+        self._turn = threading.Lock()
 
     @property
     def held(self) -> bool:
         """Not released, and the connection not known to be closed. `check()` asks the server."""
-        return self._conn is not None and not self._conn.closed and not self._hung_up
+        conn = self._conn
+        return conn is not None and os.getpid() == self._owner_pid and not conn.closed and not self._hung_up
 
     def release(self) -> None:
-        """Give leadership back. A second call does nothing.
+        """Give leadership back. A second call does nothing, nor does any call in a forked child.
 
         Raises `DatabaseError` if the session had died before: somebody else may have led meanwhile.
         """
@@ -46,7 +57,8 @@ class LeadershipGuard:
         """Ask the server for proof that this very session holds the lock. False when it does not."""
         if not self.held or self._conn is None:
             return False
-        return bool(_ask(self._conn, "checking the lock", "guard_check", key_params(self.key))[0])
+        params = {**key_params(self.key), "backend_pid": self._backend_pid}
+        return bool(_ask(self._conn, "checking the lock", "guard_check", params)[0])
 
     def lost(self, timeout_s: float | None = None) -> bool:
         """Block until the session has died, noticed at the socket; False when `timeout_s` is over first.
@@ -75,6 +87,12 @@ class LeadershipGuard:
             _log.warning("release_failed", lock=self.name, error=error)
 
     def _release(self, *, abandon: bool) -> None:
+        if os.getpid() == self._owner_pid:
+            # One at a time: the unlock of a second call would free what the connection has taken anew in between.
+            with self._turn:
+                self._release_once(abandon=abandon)
+
+    def _release_once(self, *, abandon: bool) -> None:
         conn = self._conn
         if conn is None:
             return
@@ -123,22 +141,42 @@ def acquire_leadership(
     interrupted in mid-statement (Ctrl-C), the connection is closed: whether the lock was granted is unknown then.
     """
     keys = key_pair(name, namespace)
-    guarding.check_fit(conn, psycopg.Connection, name, keys)
-    params = guarding.take_params(conn, keys, allow_pooler=allow_pooler)
-    row = _decisive(conn, "taking the lock", "guard_take", params)
-    if row[0]:
-        guarding.remember(conn, keys)
-        return LeadershipGuard(name, keys, conn)
-    if row[0] is None:
-        raise guarding.not_fit(_ask(conn, "looking at the session", "guard_diagnose", {})[0])
-    raise guarding.not_acquired(name, _holder(conn, keys))
+    guarding.check_kind(conn, psycopg.Connection)
+    with guarding.claimed(conn, name, keys):
+        guarding.check_fit(conn)
+        backend_pid = _proven_pid(conn) if allow_pooler else conn.pgconn.backend_pid
+        take = "guard_take_pooled" if allow_pooler else "guard_take"
+        row = _decisive(conn, "taking the lock", take, {**key_params(keys), "backend_pid": backend_pid})
+        if row[0]:
+            return LeadershipGuard(name, keys, conn, backend_pid)
+        if row[0] is None:
+            (in_recovery,) = _ask(conn, "looking at the session", "guard_diagnose", {})
+            raise guarding.not_fit(in_recovery, allow_pooler=allow_pooler)
+        raise guarding.not_acquired(name, _holder(conn, keys))
 
 
-def _ask(conn: psycopg.Connection[Any], what: str, name: str, params: dict[str, Any]) -> tuple[Any, ...]:
+def _proven_pid(conn: psycopg.Connection[Any]) -> int:
+    """The backend behind an allowed pooler, once it is proven to be ours alone."""
+
+    def sample() -> Backend:
+        # Not prepared: a prepared statement would stay behind on a backend that turns out to be shared.
+        backend = Backend(*_ask(conn, "looking at the session", "same_backend", None, prepare=False))
+        guarding.check_between_transactions(conn)
+        return backend
+
+    try:
+        return prove_sync(conn, sample).pid
+    except ConnectionError as error:
+        raise guarding.refused(error) from error
+
+
+def _ask(
+    conn: psycopg.Connection[Any], what: str, name: str, params: dict[str, Any] | None, *, prepare: bool | None = None
+) -> tuple[Any, ...]:
     """One statement on the caller's connection, whatever its own cursor and row types are."""
     try:
         cursor = psycopg.Cursor(conn, row_factory=tuple_row)
-        cursor.execute(statement(name), params)
+        cursor.execute(statement(name), params, prepare=prepare)
         return cursor.fetchone() or ()
     except psycopg.Error as error:
         raise guarding.failed(what, error) from error

@@ -3,7 +3,18 @@
 -- name: guard_take
 -- One try. NULL: the session is not fit, and nothing was locked. The pid that the protocol told is the pooler's own
 -- behind a pooler; on a standby a lock excludes nobody.
-SELECT CASE WHEN (pg_backend_pid() = %(backend_pid)s OR %(allow_pooler)s) AND NOT pg_is_in_recovery()
+SELECT CASE WHEN pg_backend_pid() = %(backend_pid)s AND NOT pg_is_in_recovery()
+       THEN pg_try_advisory_lock(%(key1)s, %(key2)s) END AS granted
+
+-- name: guard_take_pooled
+-- The same behind a pooler that was allowed, on the session that was proven to be ours. If it holds the lock already, it
+-- has served another client: advisory locks are re-entrant, so both would lead.
+SELECT CASE WHEN pg_backend_pid() = %(backend_pid)s AND NOT pg_is_in_recovery()
+             AND NOT EXISTS (
+                 SELECT FROM pg_locks
+                 WHERE locktype = 'advisory' AND pid = pg_backend_pid() AND granted
+                   AND classid::bigint = %(classid)s AND objid::bigint = %(objid)s AND objsubid = 2
+             )
        THEN pg_try_advisory_lock(%(key1)s, %(key2)s) END AS granted
 
 -- name: guard_unlock
@@ -22,8 +33,8 @@ WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 2
   AND l.classid::bigint = %(classid)s AND l.objid::bigint = %(objid)s
 
 -- name: guard_check
--- Positive proof: this backend, this database, this key, in the key space of pairs (objsubid 2).
-SELECT EXISTS (
+-- Positive proof: the backend that took it, this database, this key, in the key space of pairs (objsubid 2).
+SELECT pg_backend_pid() = %(backend_pid)s AND EXISTS (
     SELECT FROM pg_locks
     WHERE locktype = 'advisory' AND granted AND objsubid = 2 AND pid = pg_backend_pid()
       AND database = (SELECT oid FROM pg_database WHERE datname = current_database())

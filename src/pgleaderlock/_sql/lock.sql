@@ -61,6 +61,7 @@ SELECT pg_backend_pid() AS backend_pid,
 
 -- name: set_up_pooled
 -- What the startup packet does without a pooler. A pooler in session mode keeps these for as long as we are connected.
+-- No row, and nothing set: this is not the session that was proven to be ours.
 SELECT set_config('idle_session_timeout', %(idle_timeout_ms)s::text, false),
        set_config('statement_timeout', %(statement_timeout_ms)s::text, false),
        set_config('lock_timeout', %(statement_timeout_ms)s::text, false),
@@ -70,10 +71,13 @@ SELECT set_config('idle_session_timeout', %(idle_timeout_ms)s::text, false),
        set_config('client_min_messages', 'warning', false),
        set_config('search_path', 'pg_catalog', false),
        set_config('client_encoding', 'UTF8', false)
+WHERE pg_backend_pid() = %(backend_pid)s
 
 -- name: same_backend
--- Asked on the first connection, and on a second one inside a transaction: does the pooler hand out the same backend?
-SELECT pg_backend_pid() AS backend_pid
+-- Which session did this statement run on, and whose is it in the eyes of the server? Samples for the proof that a
+-- session is ours alone: it changes nothing, and its own role may always see it.
+SELECT pid, extract(epoch FROM backend_start)::text AS started, host(client_addr) AS client
+FROM pg_stat_get_activity(pg_backend_pid())
 
 -- name: wait_for_lock
 -- Waits at the server for one slice. The EXCEPTION handler keeps the end of a slice out of the server's log. The

@@ -18,6 +18,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from pgleaderlock._connect import connect, retrieve, sever
 from pgleaderlock._conninfo import CONNECT_TIMEOUT_S, check_dsn, scrub
+from pgleaderlock._pool_check import Backend, prove
 from pgleaderlock._sql import statement
 from pgleaderlock.errors import ConnectionError, PgLeaderLockError, UnsafeSessionError
 
@@ -159,13 +160,10 @@ class Look:
         return await cls.open_with(_plain_params(dsn, application_name))
 
     @classmethod
-    async def open_with(cls, params: Mapping[str, str], *, autocommit: bool = True) -> Self:
-        """Connect with exactly these parameters, or raise `Unreachable`.
-
-        Without `autocommit` the first statement opens a transaction, which lasts as long as the connection.
-        """
+    async def open_with(cls, params: Mapping[str, str]) -> Self:
+        """Connect with exactly these parameters, or raise `Unreachable`."""
         try:
-            connection = await connect(params, autocommit=autocommit)
+            connection = await connect(params)
         except psycopg.Error as error:
             text = f"cannot connect: {scrub(str(error), params)}"
             reason = _find(text)
@@ -224,6 +222,20 @@ class Look:
         """The same for a statement that has exactly one row."""
         (row,) = await self.rows(name, **params)
         return row
+
+    async def backend_is_shared(self) -> bool | None:
+        """Does a pooler give our server session to other clients, too? None if that cannot be found out."""
+
+        async def sample() -> Backend:
+            return Backend(**await self.row("same_backend"))
+
+        try:
+            await prove(self._connection, sample)
+        except UnsafeSessionError:
+            return True
+        except ConnectionError:
+            return None
+        return False
 
     async def _execute(self, name: str, params: Mapping[str, object]) -> list[dict[str, Any]]:
         cursor = await self._connection.execute(statement(name), params)

@@ -39,8 +39,6 @@ __all__ = ["doctor"]
 
 NAME = "pgleaderlock doctor"
 ROUND_TRIPS = 11
-POOL_LOOKS = 5
-POOL_ANSWER_TIMEOUT_S = 2.0
 # At this width remedies get a column of their own.
 WIDE_COLUMNS = 130
 CHECK_COLUMNS = 20
@@ -161,30 +159,8 @@ class _Examination:
         evidence = [*refusals]
         if server["backend_pid"] != look.protocol_pid:
             evidence.append("the protocol's pid is not the backend's")
-        shared = await self._backend_is_shared(look) if evidence else None
+        shared = await look.backend_is_shared() if evidence else None
         return checks.check_pooler(evidence, shared=shared, allowed=self._allow_pooler)
-
-    async def _backend_is_shared(self, look: Look) -> bool | None:
-        """Does a second client, inside a transaction, get the backend of the first; or does that one's ever change?
-
-        A pool in session mode does neither, and with no session to spare makes the second client wait.
-        """
-        try:
-            first = {(await look.row("same_backend"))["backend_pid"]}
-            async with asyncio.timeout(POOL_ANSWER_TIMEOUT_S):
-                other = await Look.open_with(look.params, autocommit=False)
-        except (ConnectionError, TimeoutError):
-            return None
-        async with other:
-            other.answer_timeout_s = POOL_ANSWER_TIMEOUT_S
-            try:
-                second = (await other.row("same_backend"))["backend_pid"]
-            except ConnectionError as error:
-                # A pool in statement mode refuses the transaction; one that is exhausted does not answer.
-                return "did not answer" not in str(error)
-            for _ in range(POOL_LOOKS):
-                first.add((await look.row("same_backend"))["backend_pid"])
-            return second in first or len(first) > 1
 
     async def _privileges(self, look: Look, server: Mapping[str, Any]) -> None:
         try:
