@@ -24,10 +24,11 @@ before the protocol.
     two_keys      who holds the lock of another key wins, although the lock of the recorded one is held
     clean_of_other_history  a clean mark from before a failover is believed
     wait_of_other_history   after a failover only the wait_t of the row is waited, not the longest T on record
+    new_role_of_other_history  a role without a row opens at once, though its first term may have been lost just now
     no_jump       the first epoch after a failover is the next one, though it may have been issued and lost
 
-A failover can lose the last LAG_S_MAX seconds, but not a role's first term, nor every record of a node's T: a ledger
-that has never heard of a leader cannot make anybody wait for it.
+A failover can lose the last LAG_S_MAX seconds, but not every record of a node's T: a ledger that has never heard of it
+cannot make anybody wait for it.
 
 Imports the standard library only.
 """
@@ -44,7 +45,8 @@ __all__ = ["BROKEN", "Outcome", "run"]
 
 BROKEN = (
     "no_wait", "wait_g", "no_chain", "early_clean", "from_reply", "seen_at_send", "stale_read", "bump_no_beat",
-    "settle_all", "own_blind", "own_session", "two_keys", "clean_of_other_history", "wait_of_other_history", "no_jump",
+    "settle_all", "own_blind", "own_session", "two_keys", "clean_of_other_history", "wait_of_other_history",
+    "new_role_of_other_history", "no_jump",
 )  # fmt: skip
 ROLES = ("bills", "mail")
 SETTINGS = ((6.0, 7.0, 3.0), (2.0, 3.0, 1.0), (12.0, 13.5, 6.0))  # G, T, heartbeat interval
@@ -153,6 +155,8 @@ class Database:
     def __init__(self, rule: str) -> None:
         self.rule = rule
         self.history = 1
+        self.history_since: float | None = 0.0
+        """When the ledger was first used in this history; None until then."""
         self.sessions: set[Session] = set()
         self.locks: dict[tuple[str, int], Session] = {}
         self.ledger = Ledger()
@@ -179,15 +183,15 @@ class Database:
     def fail_over(self, lost_since: float) -> None:
         """Another server takes over that lacks what was committed since; from here on, history is another one."""
         self.end(list(self.sessions))
-        known = next(ledger for _, ledger in self.past if len(ledger.rows) == len(ROLES))
-        kept = self.at(lost_since)
-        self.ledger = kept if len(kept.rows) == len(ROLES) else known
+        self.ledger = self.at(lost_since)
         self.past = [(lost_since, self.ledger)]
         self.history += 1
+        self.history_since = None
 
     # --- The statements
 
     def open(self, t: float, lease_s: float) -> Session:
+        self.history_since = t if self.history_since is None else self.history_since
         number = max(self.ledger.records, default=0) + 1
         session = Session(number, lease_s, t)
         self.sessions.add(session)
@@ -227,7 +231,7 @@ class Database:
                 del self.locks[role, key]
                 continue
             before = ledger.rows.get(role)
-            wait_s, inherited_s = self._waits(before, session.lease_s)
+            wait_s, inherited_s = self._waits(t, before, session.lease_s)
             epoch = self._next_epoch(role, before)
             beat_before = self.ledger.beat_of(before.session) if before is not None else 0
             grants[role] = Grant(epoch, next(self.order), self.history, before, beat_before, wait_s)
@@ -237,22 +241,29 @@ class Database:
         self.commit(t, ledger)
         return grants
 
-    def _waits(self, before: Row | None, lease_s: float) -> tuple[float, float]:
+    def _waits(self, t: float, before: Row | None, lease_s: float) -> tuple[float, float]:
         """How long this winner has to wait for those before it, and how much of that its own row has to say."""
+        longest_s = max(lease_s, *(record.lease_s for record in self.ledger.records.values()))
         if before is None:
-            return 0.0, 0.0
+            # Its first term may have been lost with another history, and act for that long after the failover.
+            assert self.history_since is not None
+            young = self.history > 1 and t < self.history_since + longest_s
+            wait_s = longest_s if young and self.rule != "new_role_of_other_history" else 0.0
+            return wait_s, wait_s
         if before.history != self.history:
             # Terms after this row may have been lost, and with them how long they could act.
-            longest_s = max(lease_s, before.wait_t, *(record.lease_s for record in self.ledger.records.values()))
-            wait_s = before.wait_t if self.rule == "wait_of_other_history" else longest_s
+            wait_s = before.wait_t if self.rule == "wait_of_other_history" else max(before.wait_t, longest_s)
             return wait_s, wait_s
         wait_s = {"wait_g": GATE_S[before.wait_t], "no_chain": before.own_t}.get(self.rule, before.wait_t)
         return wait_s, 0.0 if before.clean else before.wait_t
 
     def _next_epoch(self, role: str, before: Row | None) -> int:
         """One more; in another history, one jump for each failover since the row was written."""
-        last, failovers = (before.epoch, self.history - before.history) if before is not None else (0, 0)
-        epoch = last + (JUMP * failovers if failovers and self.rule != "no_jump" else 1)
+        if before is None:
+            epoch = 1 if self.rule == "no_jump" else JUMP * (self.history - 1) + 1
+        else:
+            failovers = 0 if self.rule == "no_jump" else self.history - before.history
+            epoch = before.epoch + (JUMP * failovers or 1)
         self.reissued += epoch <= self.issued[role]
         self.issued[role] = max(self.issued[role], epoch)
         return epoch
@@ -479,7 +490,7 @@ class Schedule:
     def opens_at(self, t: float, node: Node, role: str, grant: Grant) -> float:
         now, before = node.clock(t), grant.before
         if before is None or self.rule == "no_wait":
-            return now
+            return now if self.rule == "no_wait" else now + grant.wait_s
         same_history = before.history == grant.history
         if before.clean and (same_history or self.rule == "clean_of_other_history"):
             return now
@@ -537,8 +548,8 @@ class Schedule:
     def trouble(self, t: float, node: Node) -> None:
         """The node is cut off, and cannot hear that its session has ended: its gate stays open until its deadline."""
         self.cut(t, node)
-        if self.rnd.random() < 0.25 and len(self.db.ledger.rows) == len(ROLES):
-            self.db.fail_over(t - self.rnd.uniform(0, LAG_S_MAX))
+        if self.rnd.random() < 0.25:
+            self.db.fail_over(max(0.0, t - self.rnd.uniform(0, LAG_S_MAX)))
         elif node.session is not None:
             self.db.end([node.session])
 
