@@ -74,7 +74,7 @@ class LedgerNode:
                 [role],
                 [epoch],
                 [clean],
-            )  # fmt: skip
+            )
         )
 
     def _keys(self, role: str, keys: KeyPair | None) -> KeyPair:
