@@ -142,6 +142,7 @@ async def test_a_role_that_was_just_given_up_for_another_is_not_tried(
     async with recorded(world) as ledger:
         found = await looks(ledger, world, "r", "s", wanted="rs")
     assert (found["r"].reserved, found["r"].granted) == (reserved, not reserved)
+    assert not any(look.ended or look.for_us for look in found.values())
     assert (found["s"].reserved, found["s"].granted) == (False, True), "the other role is not"
 
 
