@@ -205,7 +205,10 @@ def test_a_request_is_told_with_the_node_that_is_to_lead_next_and_whether_it_liv
 
 
 def test_a_node_hears_what_is_asked_of_it_and_each_of_its_sessions_does(world: World) -> None:
-    drain, resume = world.ask_node("drain", "one"), None
+    neighbour = world.node("three", namespace=world.elsewhere)
+    neighbour.lead("q")
+    world.ask_step_down("q", namespace=world.elsewhere)  # so that a node there looks at requests at all
+    drain = world.ask_node("drain", "one")
     assert [request["request_id"] for request in world.one.tick()["requests"]] == [drain]
     assert world.two.tick()["requests"] is None
     assert world.stranger.tick()["requests"] is None
