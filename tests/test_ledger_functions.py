@@ -192,8 +192,11 @@ def test_only_a_request_to_step_down_is_told_to_a_library_of_the_second_version(
     assert beat(world.one, "beat")["requests"] is None
 
 
-def test_a_request_is_told_with_the_node_that_is_to_lead_next_and_whether_it_lives(world: World) -> None:
-    world.node("dead").conn.close()
+async def test_a_request_is_told_with_the_node_that_is_to_lead_next_and_whether_it_lives(world: World) -> None:
+    dead = world.node("dead")
+    pid = dead.conn.info.backend_pid
+    dead.conn.close()
+    await until(lambda: not world.runs(pid), "its backend ends")
     for to in ("two", "dead", None):
         world.ask_step_down("r", to)
     told = world.one.tick()["requests"]
@@ -319,6 +322,18 @@ async def test_the_terms_of_a_session_that_was_ended_end_with_its_last_sign_of_l
             "detail": f"silent session {world.one.session_id} ended by two",
         }
     ]
+
+
+async def test_of_several_sessions_that_were_ended_each_has_its_own_last_sign_of_life(world: World) -> None:
+    for node in (world.one, world.stranger):
+        pid = node.conn.info.backend_pid
+        node.tick()
+        node.conn.close()
+        await until(lambda pid=pid: not world.runs(pid), "its backend ends")  # type: ignore[misc]
+        note(world, node.session_id)
+        rows = world.rows()
+        last = rows["sessions", node.session_id]["last_heartbeat"]
+        assert rows["terms", node.namespace, "r", 2]["ended_at"] == last
 
 
 def test_a_backend_that_only_has_the_pid_of_the_ended_one_is_another(world: World) -> None:

@@ -378,6 +378,20 @@ def test_a_bump_waits_for_no_writer_of_a_role_that_it_does_not_hold(world: World
         assert outcomes(world.one, ["r", "t"], wait_ms=PATIENCE_MS) == {"r": "won", "t": "not_held"}
 
 
+@pytest.mark.parametrize("role", ["r", "t"])
+def test_an_epoch_that_is_current_for_another_role_or_in_another_namespace_is_stale_here(
+    world: World, role: str
+) -> None:
+    """Of this role there is a third term; of every other one, and of the r elsewhere, the second goes on."""
+    node = world.one if role == "r" else world.two
+    assert node.bump(role)["epoch"] == 3
+    with pytest.raises(psycopg.Error) as error, fenced(world, role, epoch=2):
+        pytest.fail("a stale epoch was fenced")
+    assert error.value.sqlstate == "PGL02"
+    with fenced(world, role, epoch=3), fenced(world, "s", epoch=2):
+        pass
+
+
 # --- One name under two keys
 
 

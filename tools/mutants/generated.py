@@ -41,7 +41,11 @@ STATEMENT: Tests = (
     "tests/test_lease.py::test_a_slice_that_ends_as_it_is_granted_is_a_grant",
     "tests/test_refusals.py::test_a_standby_is_refused_by_the_statement_itself",
 )
-FENCE: Tests = ("tests/test_fence.py", "tests/test_fence_table.py")
+FENCE: Tests = (
+    "tests/test_ledger_terms.py::test_an_epoch_that_is_current_for_another_role_or_in_another_namespace_is_stale_here",
+    "tests/test_fence.py",
+    "tests/test_fence_table.py",
+)
 FENCED: Tests = ("tests/test_fence_rules.py",)
 
 PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
