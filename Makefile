@@ -13,6 +13,8 @@ PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11)
 # Test processes side by side; `make test WORKERS=8`. More than cores, since many tests mostly wait.
 WORKERS ?= 3
+# Mutants side by side; `make mutants JOBS=8 ARGS=--resume`.
+JOBS ?= 2
 # More arguments for pytest; `make test ARGS='-k embedded'`.
 ARGS ?=
 PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist=worksteal tests $(ARGS)
@@ -24,7 +26,7 @@ export UV_SYSTEM_CERTS := 1
 export UV_NO_PROGRESS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test proof test-pg spec check format bench test-deps lock-deps diagram screenshots wheel clean distclean
+.PHONY: help install demo test proof mutants test-pg spec check format bench test-deps lock-deps diagram screenshots wheel clean distclean
 
 help: ## Show this list
 	@echo 'make TARGET, where TARGET is one of:'
@@ -39,6 +41,9 @@ test: $(STAMP) ## Every test, at small counts
 
 proof: $(STAMP) ## Every test, at the full counts: takes long
 	PGLEADERLOCK_PROOF=1 $(PYTEST)
+
+mutants: $(STAMP) ## Plant defects into copies of the source and show that the tests catch each: takes about half an hour
+	$(PY) -m tools.mutants --jobs $(JOBS) $(ARGS)
 
 test-pg: $(STAMP) ## Every test on other PostgreSQL binaries: make test-pg BIN=/usr/lib/postgresql/15/bin
 	@test -n '$(BIN)' || { echo 'Say which binaries: make test-pg BIN=/usr/lib/postgresql/15/bin' >&2; exit 2; }

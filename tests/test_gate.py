@@ -77,11 +77,11 @@ def test_after_its_deadline_the_reason_is_a_late_heartbeat(gate: LeaderGate, clo
 
 def test_a_wait_longer_than_the_last_heartbeat_lasts_is_never_open(gate: LeaderGate, clock: FakeClock) -> None:
     gate.open(FIRST, clock.now() + 7.0, clock.now() + 6.0)
-    seen = set()
+    seen = []
     for _ in range(10):
-        seen.add(reason(gate))
+        seen.append(reason(gate))
         clock.jump(1.0)
-    assert seen == {"waiting", "late_heartbeat"}
+    assert seen == ["waiting"] * 6 + ["late_heartbeat"] * 4
 
 
 @pytest.mark.parametrize("why", ["lost", "released"])
@@ -97,6 +97,13 @@ def test_a_drain_lets_nothing_new_in(gate: LeaderGate, clock: FakeClock) -> None
     gate.drain()
     assert reason(gate) == "draining"
     assert gate.current_epoch == 7
+
+
+def test_a_term_that_is_to_be_given_up_before_it_has_begun_lets_nothing_in(gate: LeaderGate, clock: FakeClock) -> None:
+    gate.open(FIRST, clock.now(), clock.now() + 6.0, draining=True)
+    assert reason(gate) == "draining"
+    gate.open(SECOND, clock.now(), clock.now() + 6.0)
+    assert gate.require_leader() is SECOND, "the next one is not"
 
 
 def test_a_drain_ends_with_its_term(gate: LeaderGate, clock: FakeClock) -> None:
@@ -178,6 +185,7 @@ def test_a_renewal_does_not_revive_what_is_over(gate: LeaderGate, clock: FakeClo
         gate.close("lost")
     gate.renew(clock.now() + 100.0)
     assert reason(gate) == ("lost" if ended == "closed" else "never_led")
+    assert gate.deadline < clock.now()
 
 
 # --- The veto
@@ -273,6 +281,32 @@ def test_acting_gives_the_token_and_counts(gate: LeaderGate, clock: FakeClock) -
     assert gate.in_flight == 0
 
 
+async def test_what_acts_is_cancelled_when_the_time_of_a_drain_is_over_and_what_has_acted_is_not(
+    gate: LeaderGate, clock: FakeClock
+) -> None:
+    open_for(gate, clock)
+    inside, outside = asyncio.Event(), asyncio.Event()
+
+    async def act(*, ends: bool) -> None:
+        with gate.acting():
+            inside.set()
+            if not ends:
+                await asyncio.get_running_loop().create_future()
+        await outside.wait()
+
+    acting, has_acted, drainer = (asyncio.ensure_future(act(ends=ends)) for ends in (False, True, False))
+    async with limit():
+        await until(lambda: gate.in_flight == 2)
+        gate.cancel_acting(but=drainer)
+        await asyncio.wait([acting])
+        assert acting.cancelled()
+        outside.set()
+        await has_acted
+    assert not drainer.done()
+    gate.cancel_acting()
+    await asyncio.wait([drainer])
+
+
 async def test_a_drain_waits_for_the_work_in_flight_and_for_nothing_else(gate: LeaderGate, clock: FakeClock) -> None:
     open_for(gate, clock)
     async with limit():
@@ -342,6 +376,17 @@ async def test_wait_open_wakes_when_a_veto_is_lifted_and_when_heartbeats_resume(
         assert not resumed.done()
         gate.renew(clock.now() + 6.0)
         assert await resumed is True
+
+
+async def test_for_a_gate_that_shuts_as_it_opens_nobody_looks_at_the_clock(gate: LeaderGate, clock: FakeClock) -> None:
+    """It never opens: whoever waits for that moment would wait for it again and again."""
+    gate.open(FIRST, clock.now() + 1.0, clock.now() + 1.0)
+    waiting = asyncio.ensure_future(gate.wait_open())
+    await until(lambda: bool(gate._waiting))
+    await asyncio.sleep(0)
+    assert clock.waits_s() == []
+    waiting.cancel()
+    await asyncio.wait([waiting])
 
 
 async def test_wait_open_gives_up_when_its_time_is_over(gate: LeaderGate) -> None:
@@ -602,6 +647,16 @@ def held_lock(gate: LeaderGate) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+async def test_a_forked_child_wakes_nobody_of_its_parent(gate: LeaderGate, clock: FakeClock) -> None:
+    """The futures that wait are the parent's, and so is the loop that would be woken."""
+    waiting = asyncio.ensure_future(gate.wait_open())
+    await until(lambda: bool(gate._waiting))
+    gate.shut_in_child()
+    assert gate._waiting == []
+    waiting.cancel()
+    await asyncio.wait([waiting])
+
+
 def test_a_forked_childs_gate_is_shut_whatever_the_parent_does(
     gate: LeaderGate, clock: FakeClock, held_lock: None
 ) -> None:

@@ -128,6 +128,10 @@ def test_a_wait_that_the_predecessor_had_inherited_is_waited_for_in_full(role: R
     assert when(role, replace(LOST, prev_wait_t=30.0)) == 128.0
 
 
+def test_a_predecessor_of_which_no_wait_is_known_is_not_waited_for(role: Role) -> None:
+    assert when(role, replace(LOST, prev_wait_t=None)) == 100.0
+
+
 def test_after_an_epoch_was_advanced_by_hand_the_wait_is_counted_from_the_win(role: Role) -> None:
     """The operator's hand leaves no session in the row, so no look can be one at the predecessor."""
     role.sight = Sight(40, 17, 20.0, HERE)
@@ -151,6 +155,11 @@ def test_after_its_own_unsettled_term_it_waits_for_what_that_one_was_waiting_for
 def test_its_own_term_of_which_it_never_heard_is_waited_for_like_any_other(role: Role) -> None:
     """On whichever session it was: epoch 7 came between the one that it heard of and the new one."""
     role.settled_at, role.heard_epoch = 60.0, 6
+    assert when(role, replace(LOST, prev_instance=ME)) == 107.0
+
+
+def test_its_own_term_is_waited_for_by_a_process_that_has_heard_of_none(role: Role) -> None:
+    role.settled_at = 60.0
     assert when(role, replace(LOST, prev_instance=ME)) == 107.0
 
 
@@ -185,3 +194,24 @@ def test_a_look_at_nobody_does_not_forget_the_last_beat_of_somebody(role: Role) 
     role.saw(look(), 50.0, HERE)
     role.saw(look(session_id=None, beat=None), 60.0, HERE)
     assert role.sight == Sight(40, 17, 50.0, HERE)
+
+
+@pytest.mark.parametrize("seen", [look(session_id=40, beat=None), look(session_id=None, beat=17)], ids=str)
+def test_half_a_look_at_somebody_is_no_sight_of_a_beat(role: Role, seen: Look) -> None:
+    """A record that is not there any more ended long ago, and was cleaned up."""
+    role.saw(seen, 50.0, HERE)
+    assert (role.look, role.sight, role.unchanged_s(65.0)) == (seen, None, 0.0)
+
+
+# --- Whether it is competed for
+
+
+@pytest.mark.parametrize(
+    ("drained", "not_before", "wanted"),
+    [(False, 0.0, True), (False, 100.0, True), (False, 100.1, False), (True, 0.0, False)],
+)
+def test_a_role_is_wanted_unless_it_is_drained_or_rests(
+    role: Role, drained: bool, not_before: float, wanted: bool
+) -> None:
+    role.drained, role.not_before = drained, not_before
+    assert role.wanted(100.0) is wanted

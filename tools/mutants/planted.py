@@ -1,87 +1,14 @@
-#!/usr/bin/env python
-"""Plants known defects into a copy of the source and shows that the tests catch each of them.
+"""Defects that are planted by hand: each breaks one promise in one way that no generator would find."""
 
-A green suite proves little unless it turns red when a promise is broken. Each `Mutant` below breaks one promise in one
-way and names the tests that must notice. For every mutant the source is copied to a temporary folder, the defect is
-planted there, and just those tests run against the copy: at least one must fail. The same tests must pass on a copy
-without a defect, so that a test which fails anyway proves nothing here.
+from tools.mutants.model import Edit, Mutant
 
-    python tools/mutants.py                  all of them
-    python tools/mutants.py NAME …           these
-    python tools/mutants.py --list           what there is
-    python tools/mutants.py --skip-baseline  do not run the tests on the sound source first
-
-Exit code 1 if a mutant survives, if its text no longer applies (the code has moved on: adapt the mutant), or if a test
-fails on the sound source. The work tree is never changed. Imports the standard library only.
-"""
-
-import argparse
-import contextlib
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "pgleaderlock"
-# A mutant may well make a test hang; that counts as caught, but should not take the two minutes of the suite.
-TEST_TIMEOUT_S = 60
-RUN_TIMEOUT_S = 900
-PYTEST_FAILED = 1
-
-# Runs inside pytest: a mutant that is not what was imported would prove nothing.
-GUARD = """
-import os
-from pathlib import Path
-
-import pgleaderlock
-
-def pytest_configure(config):
-    copy = Path(os.environ["MUTANTS_COPY"])
-    if copy not in Path(pgleaderlock.__file__).resolve().parents:
-        raise RuntimeError(f"the tests would import {pgleaderlock.__file__}, which is not below {copy}")
-"""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Replaces a text by another one: the only one in the file, or the first one behind `after`."""
-
-    file: str
-    old: str
-    new: str
-    after: str = ""
-
-    def apply(self, package: Path) -> None:
-        path = package / self.file
-        head, anchor, tail = path.read_text().partition(self.after) if self.after else ("", "", path.read_text())
-        found = tail.count(self.old)
-        if (self.after and not anchor) or found == 0 or (found > 1 and not self.after):
-            where = f" behind {self.after!r}" if self.after else ""
-            raise LookupError(f"{self.file} has {found} times{where}: {self.old!r}")
-        path.write_text(head + anchor + tail.replace(self.old, self.new, 1))
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One broken promise, and the tests that must notice."""
-
-    name: str
-    edits: tuple[Edit, ...]
-    tests: tuple[str, ...]
-
+__all__ = ["PLANTED"]
 
 SQL, SESSION, LIFECYCLE, DRIVER, FSM = "_sql/lock.sql", "_session.py", "_lifecycle.py", "_driver.py", "_fsm.py"
 SCRIPTED = "tests/test_table_live.py::test_a_lock_in_a_scripted_world_follows_the_table"
 ON_POSTGRES = "tests/test_table_live.py::test_a_lock_on_postgresql_follows_the_table"
 
-MUTANTS = (
+PLANTED = (
     # --- The lock and the lease at the server
     Mutant(
         "late-grant-not-looked-for",
@@ -182,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "parameters-at-the-server",
-        (Edit(SESSION, "cursor_factory=psycopg.AsyncClientCursor", "cursor_factory=psycopg.AsyncCursor"),),
+        (Edit("_connect.py", "cursor_factory=psycopg.AsyncClientCursor", "cursor_factory=psycopg.AsyncCursor"),),
         ("tests/test_lease.py::test_case_one_nothing_is_sent_but_whole_simple_queries",),
     ),
     Mutant(
@@ -466,98 +393,3 @@ MUTANTS = (
         ("tests/test_conninfo.py::test_a_secret_in_the_servers_answer_is_not_passed_on",),
     ),
 )
-
-
-@contextlib.contextmanager
-def copy_of_the_source(edits: Sequence[Edit]) -> Iterator[Path]:
-    """A folder to put on the path: the package with these edits, and the guard."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        copy = Path(folder).resolve()
-        copy.chmod(0o755)  # the embedded server may run its helper as another user
-        shutil.copytree(ROOT / "src" / PACKAGE, copy / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-        (copy / "mutant_guard.py").write_text(GUARD)
-        for edit in edits:
-            edit.apply(copy / PACKAGE)
-        yield copy
-
-
-def run_tests(copy: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """Pytest's exit code and output for these tests on this copy. The copy comes before the installed package."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutant_guard", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["-rfE", "--tb=line", f"--timeout={TEST_TIMEOUT_S}", *tests]
-    paths = [str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "MUTANTS_COPY": str(copy),
-    }
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return PYTEST_FAILED, f"FAILED: nothing came back within {RUN_TIMEOUT_S} s"
-    return done.returncode, done.stdout + done.stderr
-
-
-def failures(output: str) -> list[str]:
-    return re.findall(r"^(?:FAILED|ERROR):? (.+?)(?: - .*)?$", output, re.MULTILINE)
-
-
-def try_mutant(mutant: Mutant) -> str | None:
-    """None if it was caught, else what is wrong."""
-    try:
-        with copy_of_the_source(mutant.edits) as copy:
-            code, output = run_tests(copy, mutant.tests)
-    except LookupError as error:
-        return f"does not apply: {error}"
-    if code == 0:
-        return "SURVIVED: " + ", ".join(mutant.tests)
-    if code != PYTEST_FAILED:
-        return f"the tests could not run (pytest's exit code {code}):\n{output[-2000:]}"
-    return None if failures(output) else f"pytest failed, but no test did:\n{output[-2000:]}"
-
-
-def baseline(mutants: Sequence[Mutant]) -> bool:
-    """Do the tests pass on the sound source?"""
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
-    with copy_of_the_source(()) as copy:
-        code, output = run_tests(copy, tests)
-    if code == 0:
-        say(f"sound      {len(tests)} tests pass on the source as it is")
-        return True
-    say(f"UNSOUND    exit code {code}: {', '.join(failures(output)) or output[-2000:]}")
-    return False
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Plants known defects and shows that the tests catch them.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these mutants")
-    parser.add_argument("--list", action="store_true", help="show the names and leave")
-    parser.add_argument("--skip-baseline", action="store_true", help="do not run the tests on the sound source first")
-    parser.add_argument("--workers", type=int, default=2, help="how many mutants side by side")
-    options = parser.parse_args()
-    known = {mutant.name: mutant for mutant in MUTANTS}
-    if unknown := sorted(set(options.names) - set(known)):
-        parser.error(f"no such mutant: {', '.join(unknown)}")
-    chosen = [known[name] for name in options.names] or list(MUTANTS)
-    if options.list:
-        say("\n".join(mutant.name for mutant in chosen))
-        return 0
-    bad = 0 if options.skip_baseline or baseline(chosen) else 1
-    with ThreadPoolExecutor(options.workers) as pool:
-        for mutant, problem in zip(chosen, pool.map(try_mutant, chosen), strict=True):
-            say(f"caught     {mutant.name}" if problem is None else f"NOT CAUGHT {mutant.name}: {problem}")
-            bad += problem is not None
-    say(f"{len(chosen)} mutants, {bad} problems" if bad else f"{len(chosen)} mutants, all caught")
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

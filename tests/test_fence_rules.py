@@ -1,0 +1,241 @@
+"""When a fence joins a transaction, when it tries again, and what it makes of a refusal: case by case, by hand.
+
+The connection is a script, and so is the server's answer. Each claim is for both kinds of connections. That the fence
+holds is shown on a server, in `test_fence.py`.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import psycopg
+import pytest
+from psycopg import pq
+
+from pgleaderlock import fence
+from pgleaderlock.errors import ConfigurationError, ConnectionError, StaleEpoch
+from pgleaderlock.models import LeaderToken
+
+TOKEN = LeaderToken("r", 7, "node-a")
+OTHER = LeaderToken("r", 8, "node-a")
+IDLE, INTRANS = pq.TransactionStatus.IDLE, pq.TransactionStatus.INTRANS
+
+Answers = list[Exception | None]
+
+
+def refused(sqlstate: str) -> psycopg.Error:
+    error = psycopg.Error("the server says no")
+    error.sqlstate = sqlstate
+    return error
+
+
+RACED, STALE = "40001", "PGL02"
+
+
+class Connection:
+    """Writes down what happens to it; `answers` are those to the fence, and then it is granted."""
+
+    def __init__(self, answers: Answers, **state: Any) -> None:
+        self.answers = answers
+        self.happened: list[str] = []
+        self.holders: list[object] = []
+        self.closed = state.get("closed", False)
+        self.pgconn = SimpleNamespace(
+            pipeline_status=state.get("pipeline", pq.PipelineStatus.OFF), transaction_status=state.get("status", IDLE)
+        )
+        if "blocks" in state:
+            self._num_transactions = state["blocks"]
+
+    def answer(self, params: dict[str, object]) -> None:
+        self.happened.append("fence")
+        self.holders.append(params["holder"])
+        if self.answers and (error := self.answers.pop(0)) is not None:
+            raise error
+
+
+class Way:
+    """Both kinds of connections, used in the same way."""
+
+    def __init__(self, *, blocking: bool) -> None:
+        self.blocking = blocking
+
+    def connect(self, *answers: Exception | None, **state: Any) -> Connection:
+        made = Connection(list(answers), **state)
+
+        @contextlib.contextmanager
+        def transaction() -> Iterator[None]:
+            made.happened.append("begin")
+            try:
+                yield
+            except BaseException:
+                made.happened.append("rollback")
+                raise
+            made.happened.append("commit")
+
+        @contextlib.asynccontextmanager
+        async def transaction_async() -> AsyncIterator[None]:
+            with transaction():
+                yield
+
+        made.transaction = transaction if self.blocking else transaction_async  # type: ignore[attr-defined]
+        return made
+
+    async def write(self, conn: Connection, error: Exception | None = None, token: LeaderToken = TOKEN) -> None:
+        """A fenced block that writes, or fails."""
+        params = fence.fence_params(token, 10.0)
+        if self.blocking:
+            with fence._fenced_sync(cast("psycopg.Connection[Any]", conn), token, params) as same:
+                self._in_block(conn, same, error)
+        else:
+            async with fence._fenced_async(cast("psycopg.AsyncConnection[Any]", conn), token, params) as same:
+                self._in_block(conn, same, error)
+
+    @staticmethod
+    def _in_block(conn: Connection, same: object, error: Exception | None) -> None:
+        assert same is conn
+        conn.happened.append("write")
+        if error is not None:
+            raise error
+
+
+@pytest.fixture(params=[True, False], ids=["blocking", "async"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    class Cursor:
+        def __init__(self, conn: Connection, *, row_factory: object) -> None:
+            self._conn = conn
+
+        def execute(self, statement: bytes, params: dict[str, object]) -> None:
+            self._conn.answer(params)
+
+    class AsyncCursor(Cursor):
+        async def execute(self, statement: bytes, params: dict[str, object]) -> None:  # type: ignore[override]
+            self._conn.answer(params)
+
+    monkeypatch.setattr(psycopg, "Cursor", Cursor)
+    monkeypatch.setattr(psycopg, "AsyncCursor", AsyncCursor)
+    return Way(blocking=request.param)
+
+
+def race(sqlstate: str = RACED) -> StaleEpoch:
+    error = StaleEpoch("overtaken")
+    error.__cause__ = refused(sqlstate)
+    return error
+
+
+# --- Whose transaction it is
+
+
+@pytest.mark.parametrize(
+    "state", [{}, {"blocks": 0}, {"blocks": 1}, {"status": INTRANS}, {"status": INTRANS, "blocks": 0}]
+)
+async def test_a_transaction_of_its_own_is_begun_and_ended(way: Way, state: dict[str, Any]) -> None:
+    conn = way.connect(**state)
+    await way.write(conn)
+    assert conn.happened == ["begin", "fence", "write", "commit"]
+
+
+async def test_a_transaction_block_that_is_open_is_joined(way: Way) -> None:
+    conn = way.connect(status=INTRANS, blocks=1)
+    await way.write(conn)
+    assert conn.happened == ["fence", "write"]
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "says"),
+    [
+        ({"closed": True}, ConnectionError, "closed"),
+        ({"pipeline": pq.PipelineStatus.ON}, ConfigurationError, "pipeline"),
+        ({"status": pq.TransactionStatus.INERROR}, ConfigurationError, "failed transaction"),
+        ({"status": pq.TransactionStatus.ACTIVE}, ConfigurationError, "busy"),
+    ],
+    ids=["closed", "in a pipeline", "failed", "busy"],
+)
+async def test_on_a_connection_that_is_not_usable_nothing_is_sent(
+    way: Way, state: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    conn = way.connect(**state)
+    with pytest.raises(error, match=says):
+        await way.write(conn)
+    assert conn.happened == []
+
+
+# --- Once more
+
+
+async def test_a_fence_that_was_overtaken_is_tried_again_in_a_new_transaction(way: Way) -> None:
+    conn = way.connect(refused(RACED), refused(RACED))
+    await way.write(conn)
+    assert conn.happened == [*["begin", "fence", "rollback"] * 2, "begin", "fence", "write", "commit"]
+
+
+async def test_a_fence_is_tried_three_times_and_no_more(way: Way) -> None:
+    conn = way.connect(*[refused(RACED)] * 10)
+    with pytest.raises(StaleEpoch):
+        await way.write(conn)
+    assert conn.happened == ["begin", "fence", "rollback"] * 3
+
+
+async def test_a_definite_answer_is_not_asked_for_again(way: Way) -> None:
+    conn = way.connect(refused(STALE))
+    with pytest.raises(StaleEpoch):
+        await way.write(conn)
+    assert conn.happened == ["begin", "fence", "rollback"]
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+async def test_a_transaction_that_was_open_before_keeps_its_snapshot_and_is_not_tried_again(
+    way: Way, blocks: int
+) -> None:
+    conn = way.connect(refused(RACED), status=INTRANS, blocks=blocks)
+    with pytest.raises(StaleEpoch):
+        await way.write(conn)
+    assert conn.happened.count("fence") == 1
+
+
+async def test_a_block_that_was_entered_is_not_run_twice_whatever_it_raises(way: Way) -> None:
+    conn = way.connect()
+    with pytest.raises(StaleEpoch):
+        await way.write(conn, race())
+    assert conn.happened == ["begin", "fence", "write", "rollback"]
+
+
+def test_only_a_serialization_failure_is_a_race_by_whichever_name_a_driver_calls_it() -> None:
+    assert fence.raced(race())
+    assert not fence.raced(race(STALE))
+    assert not fence.raced(StaleEpoch("without a cause"))
+    other = StaleEpoch("of another driver")
+    other.__cause__ = cast("BaseException", _Of())
+    assert fence.raced(other)
+
+
+class _Of(Exception):
+    pgcode = RACED
+
+
+# --- The answer
+
+
+async def test_the_holder_is_compared_once_for_each_token_and_connection(way: Way) -> None:
+    first, second = way.connect(), way.connect()
+    for conn, token in ((first, TOKEN), (first, TOKEN), (second, TOKEN), (first, OTHER), (first, OTHER)):
+        await way.write(conn, token=token)
+    assert first.holders == ["node-a", None, "node-a", None]
+    assert second.holders == ["node-a"]
+
+
+async def test_a_holder_that_was_refused_is_compared_again(way: Way) -> None:
+    conn = way.connect(refused(STALE))
+    with pytest.raises(StaleEpoch):
+        await way.write(conn)
+    await way.write(conn)
+    assert conn.holders == ["node-a", "node-a"]
+
+
+async def test_an_error_that_is_none_of_the_fences_stays_what_it_is(way: Way) -> None:
+    error = refused("57014")
+    conn = way.connect(error)
+    with pytest.raises(psycopg.Error) as raised:
+        await way.write(conn)
+    assert raised.value is error
+    assert conn.happened == ["begin", "fence", "rollback"]

@@ -1,0 +1,167 @@
+"""Where the generators look for what can be wrong, which tests are responsible for it, and what is no defect.
+
+A target is one function, and names the tests that must notice: the quick ones first. Of the functions in the ledger's
+migrations only the last definition counts. A mutant that changes nothing anybody could notice is explained in
+`equivalent.toml`, by its name. A name says file, function, kind of change, and the text before and after, so that it
+stays the same while that text does, wherever it moves.
+"""
+
+import hashlib
+import itertools
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.mutants import _python, _sql
+from tools.mutants.model import Mutant, Site, Splice, Tests
+
+__all__ = ["PACKAGE", "generated", "reasons"]
+
+PACKAGE = Path(__file__).resolve().parents[2] / "src" / "pgleaderlock"
+MIGRATIONS = "_sql/migrations"
+NAME_LENGTH = 80
+
+RULE: Tests = ("tests/test_roles_rule.py",)
+GATE: Tests = (
+    "tests/test_gate.py",
+    # Half a minute of threads, for what no change of one line breaks.
+    "--deselect=tests/test_gate.py::test_threads_that_ask_while_it_opens_and_shuts_never_see_half_of_a_term",
+)
+FSM: Tests = ("tests/test_fsm.py",)
+SESSIONS: Tests = ("tests/test_ledger_functions.py",)
+TERMS: Tests = (
+    "tests/test_ledger_functions.py::test_a_session_that_is_anothers_or_over_is_refused",
+    "tests/test_ledger_terms.py",
+)
+ENGINE: Tests = ("tests/test_engine_rules.py",)
+SESSION: Tests = ("tests/test_session_rules.py",)
+STATEMENT: Tests = (
+    "tests/test_ledger_statements.py",
+    "tests/test_lease.py::test_a_slice_that_ends_as_it_is_granted_is_a_grant",
+    "tests/test_refusals.py::test_a_standby_is_refused_by_the_statement_itself",
+)
+FENCE: Tests = (
+    "tests/test_ledger_terms.py::test_an_epoch_that_is_current_for_another_role_or_in_another_namespace_is_stale_here",
+    "tests/test_fence.py",
+    "tests/test_fence_table.py",
+)
+FENCED: Tests = ("tests/test_fence_rules.py",)
+
+PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
+    "_roles.py": {RULE: ("opens_at", "Role.saw", "Role.wanted", "Role.unchanged_s", "_is_next")},
+    "gate.py": {
+        GATE: tuple(
+            f"LeaderGate.{name}"
+            for name in (
+                "is_leader",
+                "require_leader",
+                "ensure_epoch",
+                "acting",
+                "enable",
+                "open",
+                "renew",
+                "close",
+                "drain",
+                "shut_in_child",
+                "_hold_shut",
+                "_publish",
+                "_wake",
+                "_next_opening",
+                "_refusal",
+            )
+        )
+    },
+    "_fsm.py": {FSM: ("Row.fits", "step")},
+    "_winning.py": {
+        ENGINE: ("Winning.wanted", "Winning.try_locks", "Winning.begin_terms", "Winning._bump", "Winning._begin_term")
+    },
+    "_engine.py": {ENGINE: ("Engine._beat", "Engine._reconcile", "Engine._lose", "Engine._lose_role")},
+    "_releases.py": {ENGINE: ("Releases._begin", "Releases.finish", "Releases.lost")},
+    "ledger.py": {SESSION: ("Ledger.beat", "Ledger.bump", "Ledger.end_terms", "Ledger.unlock", "Ledger._write")},
+    "fence.py": {FENCED: ("_fenced_async", "_fenced_sync", "_send_async", "_send_sync", "_joins", "_retries", "raced")},
+    "_session.py": {
+        SESSION: (
+            "DedicatedSession.take",
+            "DedicatedSession.wait",
+            "DedicatedSession.verify",
+            "DedicatedSession._rows",
+            "DedicatedSession._is_answer",
+            "DedicatedSession._abandon",
+            "DedicatedSession.close",
+            "DedicatedSession._watch",
+            "DedicatedSession._readable",
+            "DedicatedSession._timeouts_ms",
+        )
+    },
+}
+FUNCTIONS: dict[Tests, tuple[str, ...]] = {
+    SESSIONS: ("open_session", "beat", "tick", "note_eviction"),
+    TERMS: ("bump", "end_term", "advance_epoch", "next_number"),
+    FENCE: ("fence", "fence_strictly", "check_fence"),
+}
+STATEMENTS: dict[str, dict[Tests, tuple[str, ...]]] = {
+    "_sql/ledger.sql": {
+        STATEMENT: ("ledger_open_3", "ledger_try_and_look_3", "ledger_unlock", "ledger_owned", "ledger_evict")
+    },
+    "_sql/lock.sql": {STATEMENT: ("take", "wait_for_lock")},
+}
+
+
+def generated() -> list[Mutant]:
+    """All of them, in the order of the tables above."""
+    seen: Counter[str] = Counter()
+    mutants = []
+    for file, label, function, site, tests in itertools.chain(_of_python(), _of_functions(), _of_statements()):
+        old = (PACKAGE / file).read_text()[site.start : site.end]
+        name = f"{label}:{function}:{site.operator}:{_short(old)}"
+        if site.new and site.new not in ("pass", "NULL"):
+            name += f" -> {_short(site.new)}"
+        seen[name] += 1
+        if seen[name] > 1:
+            name += f" #{seen[name]}"
+        mutants.append(Mutant(name, (Splice(file, site),), tests))
+    return mutants
+
+
+def reasons() -> dict[str, str]:
+    """Why a mutant is none: nobody could notice it."""
+    table = tomllib.loads(Path(__file__).with_name("equivalent.toml").read_text())
+    return {name: entry["reason"] for entry in table["equivalent"] for name in entry["mutants"]}
+
+
+def _short(text: str) -> str:
+    """On one line; of a long one its beginning, and a digest for the rest."""
+    line = " ".join(text.split())
+    if len(line) <= NAME_LENGTH:
+        return line
+    return f"{line[:NAME_LENGTH]}… ({hashlib.sha256(line.encode()).hexdigest()[:6]})"
+
+
+Found = tuple[str, str, str, Site, Tests]
+
+
+def _of_python() -> Iterator[Found]:
+    for file, targets in PYTHON.items():
+        source = (PACKAGE / file).read_text()
+        for tests, functions in targets.items():
+            for function in functions:
+                for site in _python.sites(source, function):
+                    yield file, file, function, site, tests
+
+
+def _of_functions() -> Iterator[Found]:
+    for tests, functions in FUNCTIONS.items():
+        for function in functions:
+            path, start, end = _sql.latest_definition(PACKAGE / MIGRATIONS, function)
+            for site in _sql.function_sites(path.read_text(), start, end):
+                yield str(path.relative_to(PACKAGE)), MIGRATIONS, function, site, tests
+
+
+def _of_statements() -> Iterator[Found]:
+    for file, targets in STATEMENTS.items():
+        source = (PACKAGE / file).read_text()
+        for tests, names in targets.items():
+            for name in names:
+                for site in _sql.statement_sites(source, name):
+                    yield file, file, name, site, tests
