@@ -100,6 +100,11 @@ def check_fit(connection: AnyConnection) -> None:
     status = connection.pgconn.transaction_status
     if status == pq.TransactionStatus.INERROR:
         raise DatabaseError("the connection is in a failed transaction: roll it back first")
+    if status == pq.TransactionStatus.ACTIVE:
+        raise DatabaseError(
+            "the connection is busy with a statement of another thread or task: let them take turns, "
+            "or give each a connection of its own"
+        )
     if status != pq.TransactionStatus.IDLE:
         raise DatabaseError("the connection is in a transaction: commit it first, a leader must not sit in one")
     if not connection.autocommit:
@@ -123,7 +128,13 @@ def must_roll_back(connection: AnyConnection, *, abandon: bool) -> bool:
 
 def check_releasable(connection: AnyConnection, name: str) -> None:
     """Raise when releasing now would let a successor start before this transaction has committed."""
-    if connection.pgconn.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.ACTIVE):
+    status = connection.pgconn.transaction_status
+    if status == pq.TransactionStatus.ACTIVE:
+        raise LockError(
+            f"leadership of {name!r} is not released while its connection is busy with a statement of another thread "
+            "or task: wait for its end first"
+        )
+    if status == pq.TransactionStatus.INTRANS:
         raise LockError(
             f"leadership of {name!r} is not released while its connection is in a transaction: "
             "what it wrote would be committed after somebody else leads; commit or roll back first"
