@@ -1,25 +1,19 @@
 """An election across `fork()`, as gunicorn with `--preload` and multiprocessing use it.
 
-The child is forked from the test process. It speaks with the test in JSON lines, and ends when the test closes its end.
+The child is forked from the test process.
 """
 
 import asyncio
-import contextlib
 import gc
-import json
-import os
-import select
-import signal
-import threading
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from pgleaderlock import LeaderElection, LockState, NotLeader
 from support.background import Background, background
 from support.elections import PATIENT, WAIT_S, admin, ledger_dsns, opens, until
+from support.forked import Child, forked
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 
@@ -46,61 +40,6 @@ def reason(election: LeaderElection, role: str) -> str:
     except NotLeader as refused:
         return refused.reason
     return "open"
-
-
-class Child:
-    """The test's end of a forked process; and, in that process, its own."""
-
-    def __init__(self, said: int, told: int) -> None:
-        self._said, self._told = said, told
-
-    def hears(self) -> Any:
-        """The next line of the child."""
-        line = b""
-        while not line.endswith(b"\n"):
-            ready, _, _ = select.select([self._said], [], [], WAIT_S)
-            assert ready, "the child has said nothing"
-            chunk = os.read(self._said, 1)
-            assert chunk, f"the child has ended: {line!r}"
-            line += chunk
-        return json.loads(line)
-
-    def say(self, what: object) -> None:
-        os.write(self._said, json.dumps(what).encode() + b"\n")
-
-    async def released(self) -> None:
-        """Until the test has left its block."""
-        await asyncio.to_thread(os.read, self._told, 1)
-
-
-def run_child(work: Callable[[Child], Coroutine[Any, Any, None]], child: Child) -> None:
-    try:
-        asyncio.run(work(child))
-    except BaseException as error:
-        child.say(repr(error))
-    finally:
-        os._exit(0)  # without cleaning up: that is the parent's
-
-
-@contextlib.contextmanager
-def forked(work: Callable[[Child], Coroutine[Any, Any, None]]) -> Iterator[Child]:
-    """A child that does this work on an event loop of its own."""
-    said, say = os.pipe()
-    told, tell = os.pipe()
-    if (pid := os.fork()) == 0:
-        os.close(tell)
-        run_child(work, Child(say, told))
-    os.close(say)
-    os.close(told)
-    killer = threading.Timer(3 * WAIT_S, os.kill, (pid, signal.SIGKILL))
-    killer.start()
-    try:
-        yield Child(said, tell)
-    finally:
-        os.close(tell)
-        os.waitpid(pid, 0)
-        killer.cancel()
-        os.close(said)
 
 
 def sessions(dsn: str, election: LeaderElection) -> set[int]:
@@ -184,16 +123,3 @@ async def test_a_child_that_was_forked_inside_the_running_loop_starts_the_electi
             assert await asyncio.to_thread(child.hears) == "forked"
             assert await asyncio.to_thread(child.hears) == "never_led"
         assert election.gate(role).require_leader() == token
-
-
-def test_two_children_of_one_parent_do_not_draw_the_same_delays(ledger: str, role: str) -> None:
-    election = LeaderElection(ledger, role)
-
-    async def draw(child: Child) -> None:
-        child.say([election._rng.random() for _ in range(4)])
-
-    def drawn() -> Any:
-        with forked(draw) as child:
-            return child.hears()
-
-    assert drawn() != drawn()

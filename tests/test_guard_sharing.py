@@ -12,6 +12,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.pq import TransactionStatus
 
 from fakes import until
 from pgleaderlock import (
@@ -224,6 +225,64 @@ async def test_two_tasks_that_release_one_guard_release_it_once(
     held.let_go.set()
     await asyncio.gather(first, second)
     assert not obtained.held
+
+
+class Busy:
+    """A session that holds a lock for which a statement on another connection waits, until it is let go."""
+
+    def __init__(self, dsn: str, name: str) -> None:
+        self._keys = key_pair(f"{name}-busy")
+        self._holder = psycopg.connect(dsn, autocommit=True)
+        self._holder.execute("SELECT pg_advisory_lock(%s, %s)", self._keys)
+
+    @property
+    def statement(self) -> tuple[str, tuple[int, int]]:
+        return "SELECT pg_advisory_xact_lock(%s, %s)", self._keys
+
+    def let_go(self) -> None:
+        self._holder.close()
+
+
+@pytest.fixture
+def busy(dsn: str, name: str) -> Iterator[Busy]:
+    made = Busy(dsn, name)
+    yield made
+    made.let_go()
+
+
+async def test_a_connection_that_is_busy_in_another_task_is_called_busy_and_not_in_a_transaction(
+    conn: Connection, name: str, busy: Busy
+) -> None:
+    held = await acquire_leadership(conn, f"{name}-held")
+    running = asyncio.create_task(conn.execute(*busy.statement))
+    await until(lambda: conn.pgconn.transaction_status == TransactionStatus.ACTIVE)
+    with pytest.raises(DatabaseError, match="busy with a statement"):
+        await acquire_leadership(conn, name)
+    with pytest.raises(LockError, match="busy with a statement"):
+        await held.release()
+    busy.let_go()
+    await running
+    await held.release()
+    await (await acquire_leadership(conn, name)).release()
+
+
+async def test_a_connection_that_is_busy_in_another_thread_is_called_busy_and_not_in_a_transaction(
+    blocking: SyncConnection, name: str, busy: Busy
+) -> None:
+    held = sync.acquire_leadership(blocking, f"{name}-held")
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            running = threads.submit(lambda: blocking.execute(*busy.statement))
+            await until(lambda: blocking.pgconn.transaction_status == TransactionStatus.ACTIVE)
+            with pytest.raises(DatabaseError, match="busy with a statement"):
+                sync.acquire_leadership(blocking, name)
+            with pytest.raises(LockError, match="busy with a statement"):
+                held.release()
+        finally:
+            busy.let_go()
+        running.result(WAIT_S)
+    held.release()
+    sync.acquire_leadership(blocking, name).release()
 
 
 # --- A forked child

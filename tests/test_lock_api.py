@@ -606,7 +606,7 @@ async def test_a_forked_child_leads_nothing(database: FakeDatabase, clock: FakeC
             warnings.simplefilter("ignore", DeprecationWarning)  # test processes have threads; the child only exits
             child = os.fork()
         if child == 0:
-            os._exit(17 if not lock.is_leader and lock.state is LEADER else 18)
+            os._exit(17 if not lock.is_leader and lock.state is STOPPED else 18)
         _, status = os.waitpid(child, 0)  # noqa: ASYNC222  # the child has exited by its next instruction
         assert os.waitstatus_to_exitcode(status) == 17
         assert lock.is_leader

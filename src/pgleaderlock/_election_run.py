@@ -8,7 +8,6 @@ its own, so roles and gates are replaced as a whole and never changed in place. 
 import asyncio
 import contextlib
 import os
-import random
 import threading
 import uuid
 import weakref
@@ -23,6 +22,7 @@ from pgleaderlock._election_callbacks import ElectionCallbacks
 from pgleaderlock._election_roles import give_up_alone, lead_alone, make_role
 from pgleaderlock._election_setup import Setup
 from pgleaderlock._engine import Engine
+from pgleaderlock._jitter import JITTER
 from pgleaderlock._listener import listen
 from pgleaderlock._logging import get_logger
 from pgleaderlock._observers import Observers
@@ -47,7 +47,7 @@ class ElectionRun(ElectionCallbacks):
     """What `LeaderElection` is made of."""
 
     _clock: Clock = BOOT_CLOCK
-    _rng = random.Random()
+    _rng = JITTER
 
     def __init__(self, setup: Setup) -> None:
         super().__init__()
@@ -416,7 +416,6 @@ _of_parents: list[object] = []
 
 
 def _begin_anew_in_child() -> None:
-    ElectionRun._rng.seed()  # noqa: SLF001 - it is our own; children of one parent must not try in step
     for election in list(_elections):
         election.begin_anew_in_child()
 

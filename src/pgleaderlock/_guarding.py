@@ -27,6 +27,7 @@ __all__ = [
     "claimed",
     "failed",
     "forget",
+    "held_before",
     "must_roll_back",
     "not_acquired",
     "not_fit",
@@ -99,6 +100,11 @@ def check_fit(connection: AnyConnection) -> None:
     status = connection.pgconn.transaction_status
     if status == pq.TransactionStatus.INERROR:
         raise DatabaseError("the connection is in a failed transaction: roll it back first")
+    if status == pq.TransactionStatus.ACTIVE:
+        raise DatabaseError(
+            "the connection is busy with a statement of another thread or task: let them take turns, "
+            "or give each a connection of its own"
+        )
     if status != pq.TransactionStatus.IDLE:
         raise DatabaseError("the connection is in a transaction: commit it first, a leader must not sit in one")
     if not connection.autocommit:
@@ -122,11 +128,27 @@ def must_roll_back(connection: AnyConnection, *, abandon: bool) -> bool:
 
 def check_releasable(connection: AnyConnection, name: str) -> None:
     """Raise when releasing now would let a successor start before this transaction has committed."""
-    if connection.pgconn.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.ACTIVE):
+    status = connection.pgconn.transaction_status
+    if status == pq.TransactionStatus.ACTIVE:
+        raise LockError(
+            f"leadership of {name!r} is not released while its connection is busy with a statement of another thread "
+            "or task: wait for its end first"
+        )
+    if status == pq.TransactionStatus.INTRANS:
         raise LockError(
             f"leadership of {name!r} is not released while its connection is in a transaction: "
             "what it wrote would be committed after somebody else leads; commit or roll back first"
         )
+
+
+def held_before(name: str, *, allow_pooler: bool) -> LockError | DatabaseError:
+    """The session has the lock, and no guard of this connection: behind a pooler it has served another client."""
+    if allow_pooler:
+        return refused(shared_error())
+    return LockError(
+        f"this connection holds the lock of {name!r} already, by a pg_advisory_lock of your own: "
+        "a lock taken twice would not be free when released"
+    )
 
 
 def not_acquired(name: str, holder: tuple[Any, ...] | None) -> LockNotAcquired:

@@ -13,6 +13,7 @@ callbacks.
 """
 
 import asyncio
+import contextlib
 import os
 import re
 from collections.abc import Mapping
@@ -122,7 +123,7 @@ class DedicatedSession:
         self.identity: SessionIdentity | None = None
         self.doubts: list[str] = []
         """Warnings of the last statement after which nobody knows whether its effect will last."""
-        _descriptors_of[self] = (connection.pgconn.socket, self._watched_fd)
+        _open.add(self)
         connection.add_notice_handler(self._remember_notice)
 
     # --- Opening
@@ -332,7 +333,8 @@ class DedicatedSession:
 
     async def close(self) -> None:
         self._unwatch()
-        if _descriptors_of.pop(self, None) is not None:
+        if self in _open:
+            _open.remove(self)
             os.close(self._watched_fd)
         if self._running is not None and not self._running.done():
             # Somebody gave up on a statement in the middle of giving up on it. libpq must not be taken from under it:
@@ -342,6 +344,12 @@ class DedicatedSession:
             return
         await self._connection.close()
 
+    def _let_go_in_child(self, null: int) -> None:
+        os.dup2(null, self._watched_fd)
+        # libpq closes the socket of a broken connection, and its number may be that of another file by now.
+        with contextlib.suppress(psycopg.OperationalError):
+            os.dup2(null, self._connection.pgconn.socket)
+
     def _watch(self) -> None:
         if self._connection.closed:
             self._lose(ConnectionError(f"the session has ended: {self._last_fatal or 'the connection is broken'}"))
@@ -349,7 +357,7 @@ class DedicatedSession:
             asyncio.get_running_loop().add_reader(self._watched_fd, self._readable)
 
     def _unwatch(self) -> None:
-        if self in _descriptors_of:
+        if self in _open:
             asyncio.get_running_loop().remove_reader(self._watched_fd)
 
     def _readable(self) -> None:
@@ -429,17 +437,16 @@ def _milliseconds(setting: str) -> int:
     return int(match[1]) * _UNITS_MS[match[2]] if match else 1000
 
 
-_descriptors_of: dict[DedicatedSession, tuple[int, int]] = {}
+_open: set[DedicatedSession] = set()
 
 
 def _let_go_in_child() -> None:
     """In a forked child: the parent's sessions must end with the parent."""
-    if not _descriptors_of:
+    if not _open:
         return
     null = os.open(os.devnull, os.O_RDWR)
-    for descriptors in _descriptors_of.values():
-        for descriptor in descriptors:
-            os.dup2(null, descriptor)
+    for session in _open:
+        session._let_go_in_child(null)  # noqa: SLF001 - it is our own
     os.close(null)
 
 

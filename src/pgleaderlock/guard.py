@@ -1,19 +1,18 @@
 """One-shot leadership: try once, and get a guard or a clear no.
 
-For services that leave retrying to Kubernetes, systemd or cron. `acquire_leadership` sends one statement over a
-connection of yours: it neither waits nor retries. The two helpers below it do, on a connection of their own.
+For services that leave retrying to Kubernetes, systemd or cron. `acquire_leadership` tries once on a connection
+of yours: it neither waits nor retries. The two helpers below it do, on a connection of their own.
 
 What a guard does not promise is what no lock promises: see the first lines of `lock`. On a connection of yours there is
 no lease either: a process that is frozen keeps the lock until its connection ends. The helpers' connections have one.
 
 Imports `_guarding`, `_hangup`, `_pool_check`, `_session`, `_conninfo`, `_sql`, `retry`, `keys`, `errors`, `_clock`,
-`_logging`, `_thread`.
+`_jitter`, `_logging`, `_thread`.
 """
 
 import asyncio
 import contextlib
 import os
-import random
 import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, Self, TypeVar
@@ -25,6 +24,7 @@ from pgleaderlock import _guarding as guarding
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._hangup import Hangup
+from pgleaderlock._jitter import JITTER
 from pgleaderlock._logging import get_logger
 from pgleaderlock._pool_check import Backend, prove
 from pgleaderlock._session import DedicatedSession
@@ -172,8 +172,10 @@ async def acquire_leadership(
     with guarding.claimed(conn, name, keys):
         guarding.check_fit(conn)
         backend_pid = await _proven_pid(conn) if allow_pooler else conn.pgconn.backend_pid
-        take = "guard_take_pooled" if allow_pooler else "guard_take"
-        row = await _decisive(conn, "taking the lock", take, {**key_params(keys), "backend_pid": backend_pid})
+        params = {**key_params(keys), "backend_pid": backend_pid}
+        if (await _decisive(conn, "looking at the session", "guard_check", params))[0]:
+            raise guarding.held_before(name, allow_pooler=allow_pooler)
+        row = await _take(conn, "guard_take_pooled" if allow_pooler else "guard_take", params)
         if row[0]:
             return LeadershipGuard(name, keys, _OnConnection(conn, name, keys, backend_pid))
         if row[0] is None:
@@ -333,6 +335,23 @@ async def _ask(
         raise guarding.failed(what, error) from error
 
 
+async def _take(conn: psycopg.AsyncConnection[Any], take: str, params: dict[str, Any]) -> tuple[Any, ...]:
+    """Try once. A statement may fail after the lock was granted, and a session's locks outlive its errors."""
+    try:
+        return await _decisive(conn, "taking the lock", take, params)
+    except DatabaseError:
+        if not conn.closed and not await _given_back(conn, params):
+            await conn.close()
+        raise
+
+
+async def _given_back(conn: psycopg.AsyncConnection[Any], params: dict[str, Any]) -> bool:
+    try:
+        return bool((await _decisive(conn, "giving the lock back", "guard_give_back", params))[0])
+    except DatabaseError:
+        return False
+
+
 async def _decisive(
     conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]
 ) -> tuple[Any, ...]:
@@ -361,7 +380,7 @@ class _Seeker:
     """Opens a dedicated session and tries; closes it unless a guard has taken it over."""
 
     clock: Clock = BOOT_CLOCK
-    rng = random.Random()
+    rng = JITTER
 
     def __init__(self, dsn: Dsn, name: str, namespace: str, *, allow_pooler: bool) -> None:
         check_dsn(dsn)

@@ -8,12 +8,12 @@ What it does: at most one session of one database holds the lock; a leader that 
 after `session_lease_s`; the loss of the session is noticed when the socket closes.
 
 Imports `_lifecycle`, `_session`, `_conninfo`, `_callbacks`, `config`, `retry`, `keys`, `models`, `errors`, `_clock`,
-`_logging`.
+`_jitter`, `_logging`.
 """
 
 import asyncio
 import os
-import random
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 
@@ -25,6 +25,7 @@ from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._config_duration import positive_s
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
 from pgleaderlock._fsm import Input
+from pgleaderlock._jitter import JITTER
 from pgleaderlock._lifecycle import Lifecycle, LifecycleSettings
 from pgleaderlock._logging import get_logger
 from pgleaderlock._session import DedicatedSession, Session
@@ -68,7 +69,7 @@ class LeaderLock:
     """Competes for one advisory lock, and says who leads. See the module's first lines for what it does not promise."""
 
     _clock: Clock = BOOT_CLOCK
-    _rng = random.Random()
+    _rng = JITTER
 
     def __init__(
         self,
@@ -134,6 +135,7 @@ class LeaderLock:
         self._run: Lifecycle | None = None
         self._task: asyncio.Task[None] | None = None
         self._owner_pid = os.getpid()
+        _locks.add(self)
 
     @classmethod
     def for_name(
@@ -163,7 +165,7 @@ class LeaderLock:
         self._task = asyncio.create_task(run.run(), name="pgleaderlock lifecycle")
         self._task.add_done_callback(lambda _: run.finish())
         if self._shutdown_event is not None:
-            relay = asyncio.create_task(_relay(self._shutdown_event, run), name="pgleaderlock shutdown_event")
+            relay = asyncio.create_task(self._relay(self._shutdown_event, run), name="pgleaderlock shutdown_event")
             self._task.add_done_callback(lambda _: relay.cancel())
 
     async def shutdown(self, timeout_s: float | None = None) -> None:
@@ -276,7 +278,7 @@ class LeaderLock:
             run is not None
             and run.driver.state is LockState.LEADER
             and self._clock.now() < run.trusted_until
-            and os.getpid() == self._owner_pid  # a forked child leads nothing
+            and os.getpid() == self._owner_pid  # a forked child leads nothing, from its first instruction on
         )
 
     @property
@@ -323,6 +325,14 @@ class LeaderLock:
 
     # --- Inside
 
+    def _begin_anew_in_child(self) -> None:
+        """In a forked child: the parent's run goes on in the parent alone, and this process may begin one of its own.
+
+        The copies are kept: their finalizers would run clean-up of the parent's in the child.
+        """
+        _of_parents.append((self._task, self._run))
+        self._task = self._run = None
+
     async def _connect(self) -> Session:
         if self._connect_fn is not None:
             return await BorrowedSession.open(self._connect_fn, self._timeout_s)
@@ -334,6 +344,14 @@ class LeaderLock:
         )
         return await DedicatedSession.open(self._dsn, settings)
 
+    async def _relay(self, event: asyncio.Event, run: Lifecycle) -> None:
+        try:
+            await event.wait()
+        except RuntimeError as error:  # somebody has waited for it on another loop: nobody can on this one
+            self._log.error("shutdown_event_unusable", error=error)
+            run.driver.last_error = ConfigurationError(f"shutdown_event cannot be waited for: {error}")
+        run.ask_stop()
+
     async def _term_ended(self, run: Lifecycle, term: int) -> None:
         while run.driver.term == term and run.driver.state in (LockState.LEADER, LockState.RELEASING):
             await asyncio.shield(run.driver.next_change())
@@ -343,11 +361,6 @@ def _own_copy(strategy: RetryStrategy) -> RetryStrategy:
     """A strategy with memory must not be shared between locks; one without has no `copy`."""
     copy = getattr(strategy, "copy", None)
     return copy() if callable(copy) else strategy
-
-
-async def _relay(event: asyncio.Event, run: Lifecycle) -> None:
-    await event.wait()
-    run.ask_stop()
 
 
 def _check_timeout(timeout_s: object) -> None:
@@ -368,3 +381,15 @@ def _lease_s(given: float | None, interval_s: float, trust_s: float) -> float:
             "the server drops a healthy leader: raise session_lease_s or lower the others"
         )
     return lease_s
+
+
+_locks: "weakref.WeakSet[LeaderLock]" = weakref.WeakSet()
+_of_parents: list[object] = []
+
+
+def _let_locks_begin_anew() -> None:
+    for lock in list(_locks):
+        lock._begin_anew_in_child()  # noqa: SLF001 - it is our own
+
+
+os.register_at_fork(after_in_child=_let_locks_begin_anew)

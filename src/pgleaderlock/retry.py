@@ -3,7 +3,7 @@
 Pure: no clock, no sleeping, no I/O. A strategy without memory may be shared between locks; one with memory
 offers `copy()`, which each lock calls once, so that two locks never disturb each other's sequence.
 
-Imports `errors`, `models` and the standard library only.
+Imports `errors`, `models`, `_jitter` and the standard library only.
 """
 
 import math
@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from pgleaderlock._jitter import JITTER
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.models import RetryContext
 
@@ -82,7 +83,7 @@ class DecorrelatedJitter:
         _check_bounds(base_s, max_s)
         self.base_s = base_s
         self.max_s = max_s
-        self._rng = rng or random.Random()
+        self._rng = rng or JITTER
         self._previous_s = base_s
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:

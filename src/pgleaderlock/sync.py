@@ -145,8 +145,10 @@ def acquire_leadership(
     with guarding.claimed(conn, name, keys):
         guarding.check_fit(conn)
         backend_pid = _proven_pid(conn) if allow_pooler else conn.pgconn.backend_pid
-        take = "guard_take_pooled" if allow_pooler else "guard_take"
-        row = _decisive(conn, "taking the lock", take, {**key_params(keys), "backend_pid": backend_pid})
+        params = {**key_params(keys), "backend_pid": backend_pid}
+        if _decisive(conn, "looking at the session", "guard_check", params)[0]:
+            raise guarding.held_before(name, allow_pooler=allow_pooler)
+        row = _take(conn, "guard_take_pooled" if allow_pooler else "guard_take", params)
         if row[0]:
             return LeadershipGuard(name, keys, conn, backend_pid)
         if row[0] is None:
@@ -180,6 +182,23 @@ def _ask(
         return cursor.fetchone() or ()
     except psycopg.Error as error:
         raise guarding.failed(what, error) from error
+
+
+def _take(conn: psycopg.Connection[Any], take: str, params: dict[str, Any]) -> tuple[Any, ...]:
+    """Try once. A statement may fail after the lock was granted, and a session's locks outlive its errors."""
+    try:
+        return _decisive(conn, "taking the lock", take, params)
+    except DatabaseError:
+        if not conn.closed and not _given_back(conn, params):
+            conn.close()
+        raise
+
+
+def _given_back(conn: psycopg.Connection[Any], params: dict[str, Any]) -> bool:
+    try:
+        return bool(_decisive(conn, "giving the lock back", "guard_give_back", params)[0])
+    except DatabaseError:
+        return False
 
 
 def _decisive(conn: psycopg.Connection[Any], what: str, name: str, params: dict[str, Any]) -> tuple[Any, ...]:

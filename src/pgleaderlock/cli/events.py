@@ -7,13 +7,13 @@ Imports click, `history` and its neighbours. It looks, and takes no lock.
 
 import asyncio
 import json
-import random
 import shutil
 import sys
 
 import click
 
 from pgleaderlock import history
+from pgleaderlock._jitter import JITTER
 from pgleaderlock.cli._operations import channel_option, namespace_option, open_ledger
 from pgleaderlock.cli._output import DURATION, EXIT_OK, dsn_option
 from pgleaderlock.cli._reach import hopeless
@@ -112,7 +112,7 @@ class _Follower:
                 if not self._began and hopeless(error):
                     raise
                 self._lost(error)
-            await asyncio.sleep(RETRY_S + reconnect_jitter_s(RETRY_S, random.Random()))
+            await asyncio.sleep(RETRY_S + reconnect_jitter_s(RETRY_S, JITTER))
 
     async def _follow_once(self, since_s: float, limit: int) -> None:
         async with open_ledger(self._dsn, "events", listen=self._channel) as look:

@@ -8,7 +8,6 @@ Imports click, rich (through `_watch_screen`), `history` and its neighbours. It 
 import asyncio
 import datetime as dt
 import os
-import random
 import sys
 from collections import deque
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ import click
 
 from pgleaderlock import history
 from pgleaderlock._clock import BOOT_CLOCK
+from pgleaderlock._jitter import JITTER
 from pgleaderlock.cli._operations import LedgerLook, channel_option, namespace_option, open_ledger, table_console
 from pgleaderlock.cli._output import EXIT_OK, dsn_option
 from pgleaderlock.cli._reach import Unreachable, hopeless
@@ -121,7 +121,7 @@ class _Watcher:
                     raise
                 self._error = _in_brief(error)
                 terminal.refresh()
-            await asyncio.sleep(RETRY_S + reconnect_jitter_s(RETRY_S, random.Random()))
+            await asyncio.sleep(RETRY_S + reconnect_jitter_s(RETRY_S, JITTER))
 
     async def _look(self, look: LedgerLook) -> None:
         if self._shot is None:

@@ -1,6 +1,6 @@
 """What both clients share: settings, servers, numbers that are used once; and the steps that a flow asks for.
 
-Imports `_http1`, `errors`, `_clock` and the standard library. Must never wait or speak to a server.
+Imports `_http1`, `errors`, `_clock`, `_jitter` and the standard library. Must never wait or speak to a server.
 """
 
 import itertools
@@ -12,10 +12,10 @@ import ssl
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 from urllib.parse import urlsplit
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
+from pgleaderlock._jitter import JITTER
 from pgleaderlock.client._http1 import Request
 from pgleaderlock.errors import ConfigurationError, LockServerError
 
@@ -157,7 +157,7 @@ class Core:
         if ssl_context is None and any(endpoint.tls for endpoint in self.endpoints):
             self.ssl_context = ssl.create_default_context()
         self.clock = BOOT_CLOCK if clock is None else clock
-        self.random = Random()  # jitter
+        self.random = JITTER
         self._instance = uuid.uuid4().hex
         if owner_id is not None and not isinstance(owner_id, str):
             raise ConfigurationError(f"owner_id is {owner_id!r}: give text")

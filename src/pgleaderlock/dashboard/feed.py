@@ -17,7 +17,6 @@ Imports `_queries`, `_subscription`, `_listener`, `history` and `wire`. Must nev
 
 import asyncio
 import contextlib
-import random
 from collections import deque
 from collections.abc import Sequence
 
@@ -28,6 +27,7 @@ from pgleaderlock._clock import BOOT_CLOCK
 from pgleaderlock._conninfo import ConnectionSettings, Dsn
 from pgleaderlock._http.answers import Refusal
 from pgleaderlock._http.bodies import stopping
+from pgleaderlock._jitter import JITTER
 from pgleaderlock._listener import listen
 from pgleaderlock._logging import get_logger
 from pgleaderlock.dashboard import _queries, wire
@@ -193,7 +193,7 @@ class Feed:
             self._channel,
             lambda _payload: self._wake.set(),
             clock=BOOT_CLOCK,
-            rng=random.Random(),
+            rng=JITTER,
             log=self._log,
         )
 

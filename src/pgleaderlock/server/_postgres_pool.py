@@ -10,7 +10,6 @@ Must never send again what may have taken effect, and never report a grant that 
 
 import asyncio
 import contextlib
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import psycopg
 
 from pgleaderlock._clock import BOOT_CLOCK
 from pgleaderlock._conninfo import ConnectionSettings, Dsn
+from pgleaderlock._jitter import JITTER
 from pgleaderlock._session import DedicatedSession
 from pgleaderlock._thread import settle
 from pgleaderlock.errors import PgLeaderLockError, SchemaError, UnsafeSessionError
@@ -195,7 +195,7 @@ class Pool:
         self._idle: list[asyncio.Future[None]] = []
         self._workers: list[asyncio.Task[None]] = []
         self._stopping = False
-        self._rng = random.Random()
+        self._rng = JITTER
         self._not_before = 0.0
         self._delay_s = RECONNECT_S_MIN
         self._last_failure: PgLeaderLockError | None = None

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import itertools
 import math
-import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -24,6 +23,7 @@ import msgspec
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._connect import retrieve
+from pgleaderlock._jitter import JITTER
 from pgleaderlock.server._postgres_pool import BATCH_OPERATIONS_MAX, Pool, lasts, nothing_came_of
 from pgleaderlock.server._postgres_queue import NEVER, NOW, Alarm, Queues, Waiter
 from pgleaderlock.server._postgres_wire import outcome_of, waiting
@@ -68,7 +68,7 @@ class Waiting:
         self._calls = 0
         self._quiet = asyncio.Event()
         self._closing = False
-        self._rng = random.Random()
+        self._rng = JITTER
 
     # --- One waiter
 

@@ -15,13 +15,13 @@ Imports `_postgres_pool`, `_postgres_waiting`, `_postgres_wire`, `_listener`, `_
 and the standard library. Must never decide by a clock of its own whether a lease is good.
 """
 
-import random
 import uuid
 from collections.abc import Callable, Sequence
 
 from pgleaderlock._clock import BOOT_CLOCK, Clock
 from pgleaderlock._config_duration import positive_s
 from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
+from pgleaderlock._jitter import JITTER
 from pgleaderlock._listener import listen
 from pgleaderlock._logging import get_logger
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
@@ -158,7 +158,7 @@ class PostgresStore:
             CHANNEL + self._server_id,
             wake,
             clock=BOOT_CLOCK,
-            rng=random.Random(),
+            rng=JITTER,
             log=get_logger("pgleaderlock.server"),
         )
 
