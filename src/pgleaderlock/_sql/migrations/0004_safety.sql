@@ -28,8 +28,10 @@ ALTER TABLE pgleaderlock.sessions
     ADD COLUMN system_identifier bigint,
     ADD COLUMN timeline          integer;
 
--- For which sessions a request to a node is, and what each of them has answered so far. NULL in rows from before version 4.
+-- For which term a request to step down is. For which sessions a request to a node is, and what each of them has answered
+-- so far. NULL in rows from before version 4.
 ALTER TABLE pgleaderlock.requests
+    ADD COLUMN epoch    bigint,
     ADD COLUMN sessions bigint[],
     ADD COLUMN answers  jsonb NOT NULL DEFAULT '{}';
 
@@ -186,6 +188,15 @@ BEGIN
         SELECT o.request_id FROM pgleaderlock.requests o
         WHERE o.namespace = me.namespace AND o.done_at IS NULL AND o.at < clock_timestamp() - interval '5 minutes'
         ORDER BY o.request_id FOR NO KEY UPDATE SKIP LOCKED);
+    -- Nor is a step-down for anybody but the term that was asked: whoever should have written that down could not.
+    UPDATE pgleaderlock.requests r
+    SET done_at = clock_timestamp(), outcome = 'done', detail = 'the term that was asked for has ended'
+    WHERE r.request_id IN (
+        SELECT o.request_id FROM pgleaderlock.requests o
+        JOIN pgleaderlock.leaders l ON l.namespace = o.namespace AND l.role = o.role AND l.epoch > o.epoch
+        WHERE o.namespace = me.namespace AND o.done_at IS NULL AND o.kind = 'step_down'
+          AND l.session_id = p_session_id AND NOT l.ended
+        ORDER BY o.request_id FOR NO KEY UPDATE OF o SKIP LOCKED);
     SELECT jsonb_agg(
         jsonb_build_object(
             'request_id', r.request_id, 'kind', r.kind, 'role', r.role, 'to_node_id', r.to_node_id,
@@ -197,7 +208,8 @@ BEGIN
     WHERE r.namespace = me.namespace AND r.done_at IS NULL
       AND CASE WHEN r.kind = 'step_down'
                THEN EXISTS (SELECT FROM pgleaderlock.leaders l
-                            WHERE l.namespace = r.namespace AND l.role = r.role AND l.session_id = p_session_id AND NOT l.ended)
+                            WHERE l.namespace = r.namespace AND l.role = r.role AND l.session_id = p_session_id AND NOT l.ended
+                              AND l.epoch = coalesce(r.epoch, l.epoch))
                ELSE r.node_id = me.node_id AND p_session_id IN (SELECT pgleaderlock.request_targets(r)) END;
 END
 $$;
@@ -504,8 +516,8 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     asked bigint;
 BEGIN
-    INSERT INTO pgleaderlock.requests (kind, namespace, role, to_node_id)
-    SELECT 'step_down', l.namespace, l.role, p_to_node_id
+    INSERT INTO pgleaderlock.requests (kind, namespace, role, epoch, to_node_id)
+    SELECT 'step_down', l.namespace, l.role, l.epoch, p_to_node_id
     FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role AND NOT l.ended
     RETURNING request_id INTO asked;
     IF asked IS NOT NULL THEN
