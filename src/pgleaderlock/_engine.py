@@ -276,8 +276,12 @@ class Engine:
             self._hurry_to_beat()  # so that others see what this node has just begun
 
     async def _reconcile(self, led: list[Role]) -> None:
-        """The ledger does not agree about what this session leads: an operator has advanced an epoch."""
+        """The ledger does not agree about what this session leads: an operator has advanced an epoch, or held a row."""
         owned = await self._board.there().owned()
+        # Given up while somebody held the row. Whoever balances leaves it alone for as long as it seems to be led.
+        given_up = {name: (epoch, False) for name, epoch in owned.items() if name not in {role.name for role in led}}
+        if given_up:
+            await self._board.there().end_terms(given_up)
         superseded = [(role, role.epoch) for role in led if owned.get(role.name) != role.epoch]
         for role, _ in superseded:
             role.gate.close("lost")
