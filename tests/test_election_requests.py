@@ -522,6 +522,26 @@ async def test_what_the_application_has_drained_by_name_is_not_resumed_by_an_ope
         await opens(election, roles[0])
 
 
+async def test_what_an_operator_drains_while_the_application_resumes_everything_is_resumed(
+    node: Callable[..., LeaderElection], hand: Hand, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is read on the engine's thread after the application has called, and before the engine hears it."""
+    role = f"{name}-role"
+    async with node("node", heartbeat_thread=True) as election:
+        await opens(election, role)
+        to_engine = election._on_engine
+
+        async def late(work: Callable[[Any], Any]) -> Any:
+            hand.drain("node")
+            await until(lambda: election.drained(role))
+            return await to_engine(work)
+
+        monkeypatch.setattr(election, "_on_engine", late)
+        await bounded(election.resume())
+        await until(lambda: not election.drained(role))
+        await opens(election, role)
+
+
 async def test_of_a_drained_node_one_role_can_be_resumed_and_the_others_stay(
     node: Callable[..., LeaderElection], name: str
 ) -> None:

@@ -172,6 +172,8 @@ class Engine:
 
     def resume(self, roles: Collection[Role], *, everything: bool) -> None:
         """Roles that were drained are competed for again."""
+        # Looked at here and now: an operator may have drained the node since somebody called for this.
+        roles = [role for role in (self._board.roles.values() if everything else roles) if role.drained]
         if everything or self._requests.draining:
             self._requests.resume_node(roles)
             self._hurry_to_beat()
