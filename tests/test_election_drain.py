@@ -23,9 +23,11 @@ from pgleaderlock._driver import Driver
 from pgleaderlock._fsm import Input
 from pgleaderlock.ledger import Beat, Bump, Ledger, Look
 from support.elections import (
+    HASTY,
     PATIENT,
     STEADY,
     WAIT_S,
+    admin,
     bounded,
     ledger_dsns,
     one,
@@ -155,6 +157,25 @@ async def test_after_a_clean_drain_another_acts_at_once(node_dsn: str, role: str
         await until(lambda: second.leader(role) is not None)
         assert await bounded(first.drain())
         await opens(second, role)
+
+
+@pytest.mark.parametrize("balance", [False, True])
+async def test_a_role_that_was_given_up_while_somebody_held_its_row_is_led_by_another(
+    node_dsn: str, superuser: str, role: str, balance: bool
+) -> None:
+    """The term could not be ended then; it is as soon as the row is free, and whoever balances sees that it is."""
+    settings = {**HASTY, "balance": balance, "namespace": role}
+    async with LeaderElection(node_dsn, role, node_id="first", **settings) as first:
+        await opens(first, role)
+        with admin(superuser) as operator:
+            operator.execute("BEGIN")
+            operator.execute("SELECT FROM pgleaderlock.leaders WHERE role = %s FOR UPDATE", (role,))
+            assert not await bounded(first.drain())
+            operator.execute("ROLLBACK")
+        await until(lambda: leader_row(superuser, role)["ended"])
+        assert not leader_row(superuser, role)["clean"]
+        async with LeaderElection(node_dsn, role, node_id="second", **settings) as second:
+            await opens(second, role)
 
 
 # --- Out of time

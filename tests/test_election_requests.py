@@ -11,7 +11,19 @@ import pytest
 from pgleaderlock import LeaderElection, LockState, key_pair
 from pgleaderlock._session import DedicatedSession
 from pgleaderlock.ledger import Beat, Ledger, Settled
-from support.elections import HASTY, PATIENT, STEADY, Story, admin, bounded, ledger_dsns, one, opens, until
+from support.elections import (
+    HASTY,
+    PATIENT,
+    STEADY,
+    Story,
+    admin,
+    bounded,
+    ledger_dsns,
+    one,
+    opens,
+    somebody_acts,
+    until,
+)
 from support.server_side import holders, terminate
 
 # A node that does not listen and looks seldom: whoever listens would win before it, if nobody held back.
@@ -234,6 +246,26 @@ async def test_what_was_asked_of_a_term_that_was_lost_is_not_asked_of_the_next(
         await until(lambda: leads.gate(role).current_epoch == 2)
         assert leads._roles[role].requests == []
         assert leads.state(role) is LockState.LEADER
+
+
+async def test_a_step_down_is_obeyed_by_one_term_though_nobody_can_write_down_that_it_is_done(
+    node: Callable[..., LeaderElection], superuser: str, hand: Hand, name: str
+) -> None:
+    """An operator holds the request: whoever leads next, in this session or another, was not asked."""
+    role = f"{name}-role"
+    async with node("one", **STEADY) as first, node("two", **STEADY) as second:
+        leads = await somebody_acts([first, second], role)
+        with admin(superuser) as operator:
+            with leads.gate(role).acting():  # it is not done before the operator holds it
+                asked = hand.step_down(role)
+                operator.execute("BEGIN")
+                operator.execute("SELECT FROM pgleaderlock.requests WHERE request_id = %s FOR UPDATE", (asked,))
+            await until(lambda: 2 in [election.gate(role).current_epoch for election in (first, second)])
+            beat = one(superuser, LAST_BEAT, name)["beat"]
+            await until(lambda: one(superuser, LAST_BEAT, name)["beat"] > beat + 5)
+            assert one(superuser, "SELECT epoch FROM pgleaderlock.leaders WHERE role = %s", role)["epoch"] == 2
+            operator.execute("ROLLBACK")
+        assert await hand.settled(asked) == ("done", "the term that was asked for has ended")
 
 
 # --- Of a node
@@ -488,6 +520,26 @@ async def test_what_the_application_has_drained_by_name_is_not_resumed_by_an_ope
         assert [election.drained(role) for role in roles] == [True, False]
         await election.resume(roles[0])
         await opens(election, roles[0])
+
+
+async def test_what_an_operator_drains_while_the_application_resumes_everything_is_resumed(
+    node: Callable[..., LeaderElection], hand: Hand, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request is read on the engine's thread after the application has called, and before the engine hears it."""
+    role = f"{name}-role"
+    async with node("node", heartbeat_thread=True) as election:
+        await opens(election, role)
+        to_engine = election._on_engine
+
+        async def late(work: Callable[[Any], Any]) -> Any:
+            hand.drain("node")
+            await until(lambda: election.drained(role))
+            return await to_engine(work)
+
+        monkeypatch.setattr(election, "_on_engine", late)
+        await bounded(election.resume())
+        await until(lambda: not election.drained(role))
+        await opens(election, role)
 
 
 async def test_of_a_drained_node_one_role_can_be_resumed_and_the_others_stay(

@@ -15,6 +15,7 @@ from support.counts import count
 from support.election_node import SendLog
 from support.election_storm import QUICK, SLOW, Storm
 from support.elections import SilentLeader, until
+from support.ledger_node import ledger_node
 
 WAIT_S = 20.0
 GRANTED_IN_VERSION_3 = (
@@ -175,6 +176,16 @@ async def test_a_library_of_the_third_version_works_on_a_ledger_of_the_fourth(
             assert (
                 await asked(database, "pgleaderlock.request_drain('older', 'pgleaderlock', 'pgleaderlock')") == "done"
             )
+
+
+@pytest.mark.parametrize("draining", [True, False])
+async def test_a_library_of_the_third_version_hears_what_it_has_just_told(database: str, draining: bool) -> None:
+    """It takes the answer for an operator's wish: an older one would undo what it has begun."""
+    with ledger_node(database) as older:
+        tick = "SELECT draining FROM pgleaderlock.tick(%s, '{}', %s)"
+        older.ask(tick, older.session_id, not draining)
+        assert older.ask(tick, older.session_id, draining)["draining"] is draining
+        assert older.ask(tick, older.session_id, None)["draining"] is draining
 
 
 async def test_an_upgrade_under_way_keeps_leader_history_and_the_rights_of_nodes(third: str) -> None:

@@ -125,6 +125,45 @@ def until_won(node: LedgerNode, role: str) -> dict[str, Any]:
     return won
 
 
+def test_a_node_that_is_refused_for_a_wrong_key_has_taken_nothing_from_anybody(database: str) -> None:
+    """Neither the role from who leads it under the right key, nor the wait for whoever was lost under the wrong one."""
+    with ledger_node(database, "lost", gate_s=500, lease_s=600) as lost:
+        lost.lead("old", KEY)
+    with ledger_node(database, "leads") as leads, ledger_node(database, "wrong") as wrong:
+        leads.lead("r", OTHER_KEY)
+        eventually(lambda: wrong.lock("r", KEY))
+        eventually(lambda: not is_live(database, "lost"))
+        assert wrong.bump("r", KEY)["outcome"] == "collision"
+        assert row_of(database, "r")["session_id"] == leads.session_id
+        assert leads.tick()["roles"] == 1
+        wrong.unlock("r", KEY)
+        with ledger_node(database, "heir", gate_s=1, lease_s=2) as heir:
+            won = until_won(heir, "new")
+            assert (won["prev_clean"], won["prev_wait_t"]) == (False, 600.0)
+
+
+def test_a_key_that_moves_to_another_namespace_after_a_failover_brings_the_longest_wait_of_the_old_one(
+    database: str,
+) -> None:
+    """Whoever led in the commits that were lost may have had the longest lease of that namespace."""
+    with (
+        ledger_node(database, "first", gate_s=500, lease_s=600, namespace="old") as first,
+        ledger_node(database, "second", gate_s=5000, lease_s=6000, namespace="old"),
+    ):
+        first.end_term("r", first.lead("r", KEY), clean=True)
+    with admin(database) as dba:
+        dba.execute("UPDATE pgleaderlock.leaders SET timeline = 0")
+    eventually(lambda: not is_live(database, "first"))
+    with ledger_node(database, "third", gate_s=1, lease_s=2, namespace="new") as third:
+        won = until_won(third, "r")
+        assert (won["prev_clean"], won["prev_wait_t"]) == (False, 6000.0)
+
+
+def is_live(database: str, node_id: str) -> bool:
+    query = "SELECT bool_or(pgleaderlock.is_live(s)) AS live FROM pgleaderlock.sessions s WHERE node_id = %s"
+    return bool(one(database, query, node_id)["live"])
+
+
 # --- Rows that somebody holds
 
 

@@ -172,6 +172,8 @@ class Engine:
 
     def resume(self, roles: Collection[Role], *, everything: bool) -> None:
         """Roles that were drained are competed for again."""
+        # Looked at here and now: an operator may have drained the node since somebody called for this.
+        roles = [role for role in (self._board.roles.values() if everything else roles) if role.drained]
         if everything or self._requests.draining:
             self._requests.resume_node(roles)
             self._hurry_to_beat()
@@ -276,8 +278,12 @@ class Engine:
             self._hurry_to_beat()  # so that others see what this node has just begun
 
     async def _reconcile(self, led: list[Role]) -> None:
-        """The ledger does not agree about what this session leads: an operator has advanced an epoch."""
+        """The ledger does not agree about what this session leads: an operator has advanced an epoch, or held a row."""
         owned = await self._board.there().owned()
+        # Given up while somebody held the row. Whoever balances leaves it alone for as long as it seems to be led.
+        given_up = {name: (epoch, False) for name, epoch in owned.items() if name not in {role.name for role in led}}
+        if given_up:
+            await self._board.there().end_terms(given_up)
         superseded = [(role, role.epoch) for role in led if owned.get(role.name) != role.epoch]
         for role, _ in superseded:
             role.gate.close("lost")

@@ -241,11 +241,12 @@ class LeaderElection(ElectionRun):
         names = self.roles if role is None else (role,)
         for name in names:
             self._gate(name)
-        roles = [found for name in names if (found := self._roles.get(name)) is not None and found.drained]
+        roles = [found for name in names if (found := self._roles.get(name)) is not None]
         if self._running and self._setup.standalone:
-            for found in roles:
+            drained = [found for found in roles if found.drained]
+            for found in drained:
                 found.drained_here = found.node_drained = False
-            self._lead_alone([found for found in roles if not found.in_term])
+            self._lead_alone([found for found in drained if not found.in_term])
         elif self._running:
             everything = role is None
             await self._on_engine(lambda engine: _resume(engine, roles, everything=everything))

@@ -28,8 +28,10 @@ ALTER TABLE pgleaderlock.sessions
     ADD COLUMN system_identifier bigint,
     ADD COLUMN timeline          integer;
 
--- For which sessions a request to a node is, and what each of them has answered so far. NULL in rows from before version 4.
+-- For which term a request to step down is. For which sessions a request to a node is, and what each of them has answered
+-- so far. NULL in rows from before version 4.
 ALTER TABLE pgleaderlock.requests
+    ADD COLUMN epoch    bigint,
     ADD COLUMN sessions bigint[],
     ADD COLUMN answers  jsonb NOT NULL DEFAULT '{}';
 
@@ -186,6 +188,15 @@ BEGIN
         SELECT o.request_id FROM pgleaderlock.requests o
         WHERE o.namespace = me.namespace AND o.done_at IS NULL AND o.at < clock_timestamp() - interval '5 minutes'
         ORDER BY o.request_id FOR NO KEY UPDATE SKIP LOCKED);
+    -- Nor is a step-down for anybody but the term that was asked: whoever should have written that down could not.
+    UPDATE pgleaderlock.requests r
+    SET done_at = clock_timestamp(), outcome = 'done', detail = 'the term that was asked for has ended'
+    WHERE r.request_id IN (
+        SELECT o.request_id FROM pgleaderlock.requests o
+        JOIN pgleaderlock.leaders l ON l.namespace = o.namespace AND l.role = o.role AND l.epoch > o.epoch
+        WHERE o.namespace = me.namespace AND o.done_at IS NULL AND o.kind = 'step_down'
+          AND l.session_id = p_session_id AND NOT l.ended
+        ORDER BY o.request_id FOR NO KEY UPDATE OF o SKIP LOCKED);
     SELECT jsonb_agg(
         jsonb_build_object(
             'request_id', r.request_id, 'kind', r.kind, 'role', r.role, 'to_node_id', r.to_node_id,
@@ -197,7 +208,8 @@ BEGIN
     WHERE r.namespace = me.namespace AND r.done_at IS NULL
       AND CASE WHEN r.kind = 'step_down'
                THEN EXISTS (SELECT FROM pgleaderlock.leaders l
-                            WHERE l.namespace = r.namespace AND l.role = r.role AND l.session_id = p_session_id AND NOT l.ended)
+                            WHERE l.namespace = r.namespace AND l.role = r.role AND l.session_id = p_session_id AND NOT l.ended
+                              AND l.epoch = coalesce(r.epoch, l.epoch))
                ELSE r.node_id = me.node_id AND p_session_id IN (SELECT pgleaderlock.request_targets(r)) END;
 END
 $$;
@@ -207,8 +219,9 @@ CREATE OR REPLACE FUNCTION pgleaderlock.tick(
     p_session_id bigint, p_settled text[], p_draining boolean,
     OUT beat bigint, OUT roles bigint, OUT epochs numeric, OUT requests jsonb, OUT draining boolean)
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    -- What the heartbeat has just written is younger than this statement's snapshot.
     SELECT h.beat, h.roles, h.epochs, h.requests,
-           (SELECT s.draining FROM pgleaderlock.sessions s WHERE s.session_id = p_session_id)
+           coalesce(p_draining, (SELECT s.draining FROM pgleaderlock.sessions s WHERE s.session_id = p_session_id))
     FROM pgleaderlock.heartbeat(p_session_id, p_settled, p_draining) h
 $$;
 
@@ -288,6 +301,18 @@ BEGIN
         ORDER BY l.role FOR UPDATE SKIP LOCKED
     ) x;
 
+    -- One name under two keys has two locks, which exclude nobody: as long as somebody holds the one that is recorded, that
+    -- one counts. Looked at under the row's lock: the record may have changed while this waited for the fence. And before
+    -- anything is changed: who is refused must not have taken anything from anybody.
+    SELECT coalesce(array_agg(a.role), '{}') INTO taken
+    FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
+    JOIN pgleaderlock.leaders l ON l.namespace = me.namespace AND l.role = a.role
+    WHERE a.role = ANY (ours) AND (l.key1, l.key2) <> (a.key1, a.key2) AND EXISTS (
+        SELECT FROM pg_locks k
+        WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.pid <> pg_backend_pid()
+          AND k.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+          AND k.classid = (l.key1::bigint & 4294967295)::oid AND k.objid = (l.key2::bigint & 4294967295)::oid);
+
     -- A key that belongs to another name, which nobody leads and no running node has led last: the role was renamed. The
     -- key moves, and what the successor has to wait for moves with it. The old name keeps its epoch.
     FOR other IN
@@ -296,7 +321,7 @@ BEGIN
         FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
         JOIN pgleaderlock.leaders l ON l.key1 = a.key1 AND l.key2 = a.key2 AND (l.namespace, l.role) <> (me.namespace, a.role)
         LEFT JOIN pgleaderlock.sessions s ON s.session_id = l.session_id
-        WHERE a.role = ANY (ours)
+        WHERE a.role = ANY (ours) AND a.role <> ALL (taken)
           AND CASE WHEN s.session_id = me.session_id THEN l.ended ELSE s.session_id IS NULL OR NOT pgleaderlock.is_live(s) END
         ORDER BY l.namespace, l.role FOR UPDATE OF l SKIP LOCKED
     LOOP
@@ -305,25 +330,17 @@ BEGIN
         IF NOT (other.clean AND other.known) THEN
             UPDATE pgleaderlock.leaders l
             SET clean = false, session_id = NULL,
-                wait_t = greatest(l.wait_t, other.wait_t, CASE WHEN other.known THEN 0
-                                                               ELSE pgleaderlock.longest_wait_s(me.namespace) END)
+                wait_t = greatest(l.wait_t, other.wait_t, CASE WHEN NOT other.known THEN greatest(
+                    pgleaderlock.longest_wait_s(me.namespace), pgleaderlock.longest_wait_s(other.namespace)) END)
             WHERE l.namespace = me.namespace AND l.role = other.heir;
         END IF;
     END LOOP;
 
-    -- One name under two keys has two locks, which exclude nobody: as long as somebody holds the one that is recorded, that
-    -- one counts. Looked at under the row's lock: the record may have changed while this waited for the fence.
-    SELECT coalesce(array_agg(a.role), '{}') INTO taken
+    -- A key that still belongs to another name is somebody else's.
+    SELECT taken || coalesce(array_agg(a.role), '{}') INTO taken
     FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
-    JOIN pgleaderlock.leaders l ON l.namespace = me.namespace AND l.role = a.role
-    WHERE a.role = ANY (ours) AND (
-        EXISTS (SELECT FROM pgleaderlock.leaders o
-                WHERE o.key1 = a.key1 AND o.key2 = a.key2 AND (o.namespace, o.role) <> (me.namespace, a.role))
-        OR (l.key1, l.key2) <> (a.key1, a.key2) AND EXISTS (
-            SELECT FROM pg_locks k
-            WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.pid <> pg_backend_pid()
-              AND k.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
-              AND k.classid = (l.key1::bigint & 4294967295)::oid AND k.objid = (l.key2::bigint & 4294967295)::oid));
+    JOIN pgleaderlock.leaders o ON o.key1 = a.key1 AND o.key2 = a.key2 AND (o.namespace, o.role) <> (me.namespace, a.role)
+    WHERE a.role = ANY (ours);
     RETURN QUERY
     SELECT r.role,
            CASE WHEN r.role <> ALL (held) THEN 'not_held' WHEN r.role = ANY (taken) THEN 'collision' ELSE 'busy' END,
@@ -499,8 +516,8 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     asked bigint;
 BEGIN
-    INSERT INTO pgleaderlock.requests (kind, namespace, role, to_node_id)
-    SELECT 'step_down', l.namespace, l.role, p_to_node_id
+    INSERT INTO pgleaderlock.requests (kind, namespace, role, epoch, to_node_id)
+    SELECT 'step_down', l.namespace, l.role, l.epoch, p_to_node_id
     FROM pgleaderlock.leaders l WHERE l.namespace = p_namespace AND l.role = p_role AND NOT l.ended
     RETURNING request_id INTO asked;
     IF asked IS NOT NULL THEN
