@@ -32,7 +32,6 @@ from pgleaderlock import (
     guard,
     key_pair,
 )
-from pgleaderlock._sql import statement
 from pgleaderlock.errors import DatabaseError
 from proxy import Proxy
 from servers import open_folder
@@ -563,22 +562,13 @@ async def test_a_standby_is_refused(throwaway_postgres: StartServer, name: str) 
 
 
 async def test_cancelled_in_mid_statement_the_connection_is_closed(
-    throwaway_postgres: StartServer,
-    proxy_to: Callable[[str], Awaitable[Proxy]],
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
+    throwaway_postgres: StartServer, proxy_to: Callable[[str], Awaitable[Proxy]], name: str
 ) -> None:
     """The answer is lost on its way: the lock may have been granted, so the session must not live on."""
     server = throwaway_postgres()
     proxy = await proxy_to(server.dsn)
     conn = await psycopg.AsyncConnection.connect(proxy.dsn_for(server.dsn), autocommit=True)
-
-    def statement_without_reply(wanted: str) -> bytes:
-        if wanted == "guard_take":
-            proxy.drop_replies()
-        return statement(wanted)
-
-    monkeypatch.setattr(guard, "statement", statement_without_reply)
+    proxy.drop_replies()
     taking = asyncio.ensure_future(acquire_leadership(conn, name))
     await until_held_by(server.dsn, key_pair(name), 1)
     taking.cancel()

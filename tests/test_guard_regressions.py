@@ -21,7 +21,7 @@ from pgleaderlock._sql import statement
 from pgleaderlock.errors import DatabaseError
 from pgleaderlock.sync import acquire_leadership as acquire_leadership_sync
 from support.recorder import WAIT_S
-from support.server_side import holders, until_held_by
+from support.server_side import until_held_by
 
 
 @pytest.fixture
@@ -114,95 +114,70 @@ async def test_a_policy_that_returns_nonsense_is_named(dsn: str, name: str, nons
 # --- A try that fails after the lock was granted
 
 
+def failing(*names: str) -> Callable[[str], bytes]:
+    """These statements fail after all that they do, as a statement_timeout can make them."""
+
+    def text(name: str) -> bytes:
+        # pg_backend_pid() keeps the planner from dividing before anything is done.
+        return statement(name) + (b", 1 / (pg_backend_pid() * 0)" if name in names else b"")
+
+    return text
+
+
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes these statements fail after all that they do, as a statement_timeout can."""
+    def patch(*names: str) -> None:
+        for module in (guard, sync):
+            monkeypatch.setattr(module, "statement", failing(*names))
 
-    def failing(*names: str) -> None:
-        def text(name: str) -> bytes:
-            # pg_backend_pid() keeps the planner from dividing before anything is done.
-            return statement(name) + (b", 1 / (pg_backend_pid() * 0)" if name in names else b"")
-
-        monkeypatch.setattr(guard, "statement", text)
-        monkeypatch.setattr(sync, "statement", text)
-
-    return failing
+    return patch
 
 
 @pytest.mark.parametrize("allow_pooler", [False, True])
-async def test_a_lock_that_was_granted_before_the_error_is_given_back_and_the_connection_serves_on(
+async def test_a_lock_that_was_granted_before_the_error_ends_with_the_connection(
     dsn: str, name: str, fail: Callable[..., None], allow_pooler: bool
 ) -> None:
+    """A session's locks outlive its errors."""
     fail("guard_take_pooled" if allow_pooler else "guard_take")
-    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
-        with pytest.raises(DatabaseError, match="taking the lock failed: division by zero"):
-            await acquire_leadership(conn, name, allow_pooler=allow_pooler)
-        assert holders(dsn, key_pair(name)) == []
-        fail()
-        async with await acquire_leadership(conn, name, allow_pooler=allow_pooler) as held:
-            assert await held.check()
-        assert holders(dsn, key_pair(name)) == []
-
-
-@pytest.mark.parametrize("allow_pooler", [False, True])
-def test_a_lock_that_was_granted_to_a_sync_guard_before_the_error_is_given_back_and_the_connection_serves_on(
-    dsn: str, name: str, fail: Callable[..., None], allow_pooler: bool
-) -> None:
-    fail("guard_take_pooled" if allow_pooler else "guard_take")
-    with psycopg.connect(dsn, autocommit=True) as conn:
-        with pytest.raises(DatabaseError, match="taking the lock failed: division by zero"):
-            acquire_leadership_sync(conn, name, allow_pooler=allow_pooler)
-        assert holders(dsn, key_pair(name)) == []
-        fail()
-        with acquire_leadership_sync(conn, name, allow_pooler=allow_pooler) as held:
-            assert held.check()
-        assert holders(dsn, key_pair(name)) == []
-
-
-async def test_a_connection_on_which_the_lock_cannot_be_given_back_is_closed(
-    dsn: str, name: str, fail: Callable[..., None]
-) -> None:
-    fail("guard_take", "guard_give_back")
     conn = await psycopg.AsyncConnection.connect(dsn, autocommit=True)
     with pytest.raises(DatabaseError, match="taking the lock failed: division by zero"):
-        await acquire_leadership(conn, name)
+        await acquire_leadership(conn, name, allow_pooler=allow_pooler)
     assert conn.closed
     await until_held_by(dsn, key_pair(name), 0)
 
 
-async def test_a_blocking_connection_on_which_the_lock_cannot_be_given_back_is_closed(
-    dsn: str, name: str, fail: Callable[..., None]
+@pytest.mark.parametrize("allow_pooler", [False, True])
+async def test_a_lock_that_was_granted_to_a_sync_guard_before_the_error_ends_with_the_connection(
+    dsn: str, name: str, fail: Callable[..., None], allow_pooler: bool
 ) -> None:
-    fail("guard_take", "guard_give_back")
+    fail("guard_take_pooled" if allow_pooler else "guard_take")
     conn = psycopg.connect(dsn, autocommit=True)
     with pytest.raises(DatabaseError, match="taking the lock failed: division by zero"):
-        acquire_leadership_sync(conn, name)
+        acquire_leadership_sync(conn, name, allow_pooler=allow_pooler)
     assert conn.closed
     await until_held_by(dsn, key_pair(name), 0)
 
 
-@pytest.mark.parametrize("take_by_hand", ["pg_advisory_lock", "pg_advisory_lock_shared"])
-async def test_a_lock_that_the_caller_has_taken_by_hand_is_not_taken_a_second_time_and_stays(
-    dsn: str, name: str, take_by_hand: str
-) -> None:
-    keys = key_pair(name)
-    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
-        await conn.execute(f"SELECT {take_by_hand}(%s, %s)", keys)
-        with pytest.raises(LockError, match="holds the lock"):
-            await acquire_leadership(conn, name)
-        assert holders(dsn, keys) == [conn.info.backend_pid]
-        await conn.execute(f"SELECT {take_by_hand.replace('lock', 'unlock', 1)}(%s, %s)", keys)
-        assert holders(dsn, keys) == []
+async def test_a_connection_serves_on_after_an_error_that_granted_nothing(dsn: str, name: str) -> None:
+    """Somebody else leads, and the try fails all the same."""
+    async with (
+        await psycopg.AsyncConnection.connect(dsn, autocommit=True) as leads,
+        await psycopg.AsyncConnection.connect(dsn, autocommit=True) as tries,
+    ):
+        async with await acquire_leadership(leads, name):
+            with pytest.MonkeyPatch.context() as broken:
+                broken.setattr(guard, "statement", failing("guard_take"))
+                with pytest.raises(DatabaseError, match="division by zero"):
+                    await acquire_leadership(tries, name)
+        async with await acquire_leadership(tries, name) as held:
+            assert await held.check()
 
 
-def test_a_lock_that_the_caller_of_a_sync_guard_has_taken_by_hand_is_not_taken_a_second_time_and_stays(
-    dsn: str, name: str
-) -> None:
-    keys = key_pair(name)
-    with psycopg.connect(dsn, autocommit=True) as conn:
-        conn.execute("SELECT pg_advisory_lock(%s, %s)", keys)
-        with pytest.raises(LockError, match="holds the lock"):
-            acquire_leadership_sync(conn, name)
-        assert holders(dsn, keys) == [conn.info.backend_pid]
-        conn.execute("SELECT pg_advisory_unlock(%s, %s)", keys)
-        assert holders(dsn, keys) == []
+def test_a_blocking_connection_serves_on_after_an_error_that_granted_nothing(dsn: str, name: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as leads, psycopg.connect(dsn, autocommit=True) as tries:
+        with acquire_leadership_sync(leads, name), pytest.MonkeyPatch.context() as broken:
+            broken.setattr(sync, "statement", failing("guard_take"))
+            with pytest.raises(DatabaseError, match="division by zero"):
+                acquire_leadership_sync(tries, name)
+        with acquire_leadership_sync(tries, name) as held:
+            assert held.check()

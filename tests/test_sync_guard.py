@@ -9,8 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgleaderlock import ConfigurationError, LockError, LockNotAcquired, key_pair, sync
-from pgleaderlock._sql import statement
+from pgleaderlock import ConfigurationError, LockError, LockNotAcquired, key_pair
 from pgleaderlock.errors import DatabaseError
 from pgleaderlock.sync import acquire_leadership
 from support.recorder import WAIT_S
@@ -114,12 +113,7 @@ def test_interrupted_in_mid_statement_the_connection_is_closed(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    def statement_interrupted(wanted: str) -> bytes:
-        if wanted == "guard_take":
-            monkeypatch.setattr(psycopg.Cursor, "fetchone", interrupted)
-        return statement(wanted)
-
-    monkeypatch.setattr(sync, "statement", statement_interrupted)
+    monkeypatch.setattr(psycopg.Cursor, "fetchone", interrupted)
     with pytest.raises(KeyboardInterrupt):
         acquire_leadership(conn, name)
     assert conn.closed

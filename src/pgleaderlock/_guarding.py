@@ -27,7 +27,6 @@ __all__ = [
     "claimed",
     "failed",
     "forget",
-    "held_before",
     "must_roll_back",
     "not_acquired",
     "not_fit",
@@ -139,16 +138,6 @@ def check_releasable(connection: AnyConnection, name: str) -> None:
             f"leadership of {name!r} is not released while its connection is in a transaction: "
             "what it wrote would be committed after somebody else leads; commit or roll back first"
         )
-
-
-def held_before(name: str, *, allow_pooler: bool) -> LockError | DatabaseError:
-    """The session has the lock, and no guard of this connection: behind a pooler it has served another client."""
-    if allow_pooler:
-        return refused(shared_error())
-    return LockError(
-        f"this connection holds the lock of {name!r} already, by a pg_advisory_lock of your own: "
-        "a lock taken twice would not be free when released"
-    )
 
 
 def not_acquired(name: str, holder: tuple[Any, ...] | None) -> LockNotAcquired:

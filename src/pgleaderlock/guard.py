@@ -1,7 +1,7 @@
 """One-shot leadership: try once, and get a guard or a clear no.
 
-For services that leave retrying to Kubernetes, systemd or cron. `acquire_leadership` tries once on a connection
-of yours: it neither waits nor retries. The two helpers below it do, on a connection of their own.
+For services that leave retrying to Kubernetes, systemd or cron. `acquire_leadership` sends one statement over a
+connection of yours: it neither waits nor retries. The two helpers below it do, on a connection of their own.
 
 What a guard does not promise is what no lock promises: see the first lines of `lock`. On a connection of yours there is
 no lease either: a process that is frozen keeps the lock until its connection ends. The helpers' connections have one.
@@ -173,8 +173,6 @@ async def acquire_leadership(
         guarding.check_fit(conn)
         backend_pid = await _proven_pid(conn) if allow_pooler else conn.pgconn.backend_pid
         params = {**key_params(keys), "backend_pid": backend_pid}
-        if (await _decisive(conn, "looking at the session", "guard_check", params))[0]:
-            raise guarding.held_before(name, allow_pooler=allow_pooler)
         row = await _take(conn, "guard_take_pooled" if allow_pooler else "guard_take", params)
         if row[0]:
             return LeadershipGuard(name, keys, _OnConnection(conn, name, keys, backend_pid))
@@ -336,18 +334,22 @@ async def _ask(
 
 
 async def _take(conn: psycopg.AsyncConnection[Any], take: str, params: dict[str, Any]) -> tuple[Any, ...]:
-    """Try once. A statement may fail after the lock was granted, and a session's locks outlive its errors."""
+    """Try once. A statement may fail after the lock was granted, and a session's locks outlive its errors.
+
+    If the lock is held after an error, or nobody can tell, the session ends.
+    """
     try:
         return await _decisive(conn, "taking the lock", take, params)
     except DatabaseError:
-        if not conn.closed and not await _given_back(conn, params):
+        if not conn.closed and not await _is_free(conn, params):
             await conn.close()
         raise
 
 
-async def _given_back(conn: psycopg.AsyncConnection[Any], params: dict[str, Any]) -> bool:
+async def _is_free(conn: psycopg.AsyncConnection[Any], params: dict[str, Any]) -> bool:
+    """Does this very session not hold the lock?"""
     try:
-        return bool((await _decisive(conn, "giving the lock back", "guard_give_back", params))[0])
+        return (await _decisive(conn, "looking at the lock", "guard_free", params))[0] is True
     except DatabaseError:
         return False
 

@@ -146,8 +146,6 @@ def acquire_leadership(
         guarding.check_fit(conn)
         backend_pid = _proven_pid(conn) if allow_pooler else conn.pgconn.backend_pid
         params = {**key_params(keys), "backend_pid": backend_pid}
-        if _decisive(conn, "looking at the session", "guard_check", params)[0]:
-            raise guarding.held_before(name, allow_pooler=allow_pooler)
         row = _take(conn, "guard_take_pooled" if allow_pooler else "guard_take", params)
         if row[0]:
             return LeadershipGuard(name, keys, conn, backend_pid)
@@ -185,18 +183,22 @@ def _ask(
 
 
 def _take(conn: psycopg.Connection[Any], take: str, params: dict[str, Any]) -> tuple[Any, ...]:
-    """Try once. A statement may fail after the lock was granted, and a session's locks outlive its errors."""
+    """Try once. A statement may fail after the lock was granted, and a session's locks outlive its errors.
+
+    If the lock is held after an error, or nobody can tell, the session ends.
+    """
     try:
         return _decisive(conn, "taking the lock", take, params)
     except DatabaseError:
-        if not conn.closed and not _given_back(conn, params):
+        if not conn.closed and not _is_free(conn, params):
             conn.close()
         raise
 
 
-def _given_back(conn: psycopg.Connection[Any], params: dict[str, Any]) -> bool:
+def _is_free(conn: psycopg.Connection[Any], params: dict[str, Any]) -> bool:
+    """Does this very session not hold the lock?"""
     try:
-        return bool(_decisive(conn, "giving the lock back", "guard_give_back", params)[0])
+        return _decisive(conn, "looking at the lock", "guard_free", params)[0] is True
     except DatabaseError:
         return False
 

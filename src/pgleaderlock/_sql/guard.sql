@@ -17,17 +17,14 @@ SELECT CASE WHEN pg_backend_pid() = %(backend_pid)s AND NOT pg_is_in_recovery()
              )
        THEN pg_try_advisory_lock(%(key1)s, %(key2)s) END AS granted
 
--- name: guard_give_back
--- After a try that has failed with an error. The session did not hold the lock before it (guard_check), so what it holds
--- now was granted by that try. Not true: nobody can tell here, because this is another session.
-SELECT CASE WHEN pg_backend_pid() <> %(backend_pid)s THEN false
-            WHEN EXISTS (
-                 SELECT FROM pg_locks
-                 WHERE locktype = 'advisory' AND granted AND objsubid = 2 AND pid = pg_backend_pid()
-                   AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-                   AND classid::bigint = %(classid)s AND objid::bigint = %(objid)s
-            ) THEN pg_advisory_unlock(%(key1)s, %(key2)s)
-            ELSE true END AS free
+-- name: guard_free
+-- After a try that has failed with an error: does this session not hold the lock? Not true: it does, or this is another one.
+SELECT pg_backend_pid() = %(backend_pid)s AND NOT EXISTS (
+    SELECT FROM pg_locks
+    WHERE locktype = 'advisory' AND granted AND objsubid = 2 AND pid = pg_backend_pid()
+      AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND classid::bigint = %(classid)s AND objid::bigint = %(objid)s
+) AS free
 
 -- name: guard_unlock
 SELECT pg_advisory_unlock(%(key1)s, %(key2)s) AS unlocked
