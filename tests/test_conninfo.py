@@ -116,6 +116,13 @@ def test_an_application_name_is_what_postgresql_can_keep() -> None:
 # --- What is refused
 
 
+def test_options_that_end_in_the_middle_of_an_escape_are_refused() -> None:
+    """Ours come behind them, and the first one would be swallowed."""
+    with pytest.raises(ConfigurationError, match="backslash"):
+        check_dsn(r"host=h options='-c work_mem=1MB\\'")
+    check_dsn(r"host=h options='-c search_path=a\\ b'")
+
+
 @pytest.mark.parametrize(
     "dsn",
     [

@@ -18,6 +18,7 @@ from pgleaderlock.fence import fenced
 from pgleaderlock.migrate import LEDGER_VERSION, advance_epoch, check_schema, migrate, pending
 from support.counts import count
 from support.fencing import Leader, database, ledger_database, plain_role, until_waiting
+from support.ledger_node import eventually
 from support.program import command
 
 NODES = 20
@@ -332,7 +333,9 @@ def test_a_run_time_role_can_do_everything_that_a_node_does(ledger: str, runtime
         request = leader.one("SELECT pgleaderlock.request_step_down('plain', 'pgleaderlock', NULL, 'test')")
         leader.one("SELECT pgleaderlock.finish_request(%s, %s)", leader.session_id, request)
         with Leader(runtime, "plain", node="other") as gone:
-            gone_id = gone.session_id
+            gone_id, gone_pid = gone.session_id, gone.conn.info.backend_pid
+        there = "SELECT count(*) FROM pg_stat_get_activity(%s)"
+        eventually(lambda: leader.one(there, gone_pid) == 0)  # the server notices the closed connection a moment later
         leader.one("SELECT pgleaderlock.note_eviction(%s, %s)", leader.session_id, gone_id)
         ended = leader.one(
             "SELECT pgleaderlock.end_term(%s, '{plain}', %s, '{true}', 'released')", leader.session_id, [token.epoch]

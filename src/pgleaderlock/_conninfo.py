@@ -172,7 +172,10 @@ def _parsed(dsn: str, environment_options: str) -> Mapping[str, str]:
         )
     if params.get("replication", "false") not in ("false", "off", "no", "0"):
         raise ConfigurationError("the DSN asks for a replication connection, which cannot hold a lock: remove it")
-    for name, value in _assignments(params.get("options") or environment_options):
+    options = params.get("options") or environment_options
+    if (len(options) - len(options.rstrip("\\"))) % 2:
+        raise ConfigurationError("the DSN's options end with a backslash, which swallows what follows: remove it")
+    for name, value in _assignments(options):
         if name in REQUIRED and value != REQUIRED[name]:
             raise ConfigurationError(
                 f"the DSN's options set {name}={value}, which breaks a promise of the lock: remove it there"
