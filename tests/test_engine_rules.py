@@ -5,6 +5,7 @@ it was asked. So each moment that safety depends on (before the send, after the 
 """
 
 import asyncio
+import functools
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from pgleaderlock import FixedInterval, LeaderGate, LockState
 from pgleaderlock._board import Board, EngineSettings
 from pgleaderlock._conninfo import ConnectionSettings
 from pgleaderlock._driver import Driver
-from pgleaderlock._engine import ERROR_BACKOFF_S, Engine
+from pgleaderlock._engine import BEAT_GAP_S, ERROR_BACKOFF_S, Engine
 from pgleaderlock._fsm import Input, Rules
 from pgleaderlock._logging import get_logger
 from pgleaderlock._observers import Observers
@@ -88,7 +89,6 @@ class Script:
     """A ledger that takes `takes_s` for each statement, on the test's clock."""
 
     history = HERE
-    has_operations = True
 
     def __init__(self, clock: FakeClock) -> None:
         self.session = Session()
@@ -130,6 +130,9 @@ class Script:
     async def unlock(self, roles: Mapping[str, KeyPair]) -> set[str]:
         self._answer("unlock", sorted(roles))
         return set(roles)
+
+    async def hint(self, hint: str) -> None:
+        self._answer("hint", hint)
 
     async def end_terms(self, terms: Mapping[str, tuple[int, bool]]) -> set[str]:
         self._answer("end_terms", dict(terms))
@@ -216,9 +219,15 @@ class Node:
         self.ledger.asked.clear()
         self.told.clear()
 
-    def beats(self, *, roles: int, epochs: int, requests: tuple[Request, ...] = ()) -> Awaitable[None]:
-        self.ledger.beats.append(Beat(roles, epochs, requests))
+    def beats(
+        self, *, roles: int, epochs: int, requests: tuple[Request, ...] = (), settled: Collection[str] = "rs"
+    ) -> Awaitable[None]:
+        self.ledger.beats.append(Beat(roles, epochs, requests, frozenset(settled)))
         return self.engine._beat()
+
+    def drain(self, role: Role) -> None:
+        """As its application does."""
+        self.engine.drain([role], everything=False)
 
 
 @pytest.fixture
@@ -279,7 +288,8 @@ async def test_while_a_bump_is_on_its_way_its_roles_are_known_as_tried(node: Nod
     seen: list[list[Role]] = []
     node.ledger.meanwhile = lambda: seen.append(list(node.board.trying))
     await node.win(CLEAN)
-    assert seen == [[node.r]]
+    assert node.ledger.asked[0][0] == "bump"
+    assert seen[0] == [node.r]
 
 
 async def test_who_held_it_before_is_forgotten_and_the_next_look_is_new(node: Node) -> None:
@@ -301,7 +311,7 @@ def replace_look(**changes: Any) -> Look:
 async def test_a_term_that_begins_after_its_drain_was_asked_for_lets_nothing_in_and_is_given_up(node: Node) -> None:
     node.ledger.bumps.append([CLEAN])
     node.r.holds_lock = True
-    node.ledger.meanwhile = node.r.drain  # while the bump is on its way
+    node.ledger.meanwhile = functools.partial(node.drain, node.r)  # while the bump is on its way
     await node.winning.begin_terms()
     assert refusal(node.r.gate) == "draining"
     assert node.r.release_asked
@@ -311,6 +321,15 @@ async def test_what_was_asked_of_an_earlier_term_is_not_asked_of_the_next(node: 
     node.r.release_asked = node.r.settled_told = True
     await node.win(CLEAN)
     assert (node.r.release_asked, node.r.settled_told) == (False, False)
+
+
+async def test_whoever_begins_terms_hints_it_to_the_others_once_and_only_then(node: Node) -> None:
+    await node.win(CLEAN, replace(CLEAN, role="s"))
+    assert [asked[0] for asked in node.ledger.asked] == ["bump", "hint"]
+    assert node.ledger.said("hint") == [("acquired",)]
+    other = Node(SETTINGS)
+    await other.win(replace(LOST, outcome="not_held"))
+    assert other.ledger.said("hint") == []
 
 
 async def test_only_what_is_held_without_a_term_is_bumped(node: Node) -> None:
@@ -323,7 +342,7 @@ async def test_only_what_is_held_without_a_term_is_bumped(node: Node) -> None:
 
 
 async def test_a_lock_that_was_won_while_it_is_drained_is_not_bumped_but_soon_given_back(node: Node) -> None:
-    node.r.drained = True
+    node.r.drained_here = True
     node.engine._try_due_at = NEVER
     node.r.holds_lock = True
     await node.win(replace(CLEAN, role="s"))
@@ -403,7 +422,7 @@ async def test_what_is_granted_is_held_and_is_what_is_being_tried_from_then_on(n
 
 
 async def test_drained_and_resting_roles_and_those_of_an_observer_are_looked_at_and_not_tried(node: Node) -> None:
-    node.r.drained = True
+    node.r.drained_here = True
     node.s.not_before = node.clock.now() + 1.0
     await node.winning.try_locks()
     assert node.ledger.said("try") == [(["r", "s"], [])]
@@ -484,6 +503,35 @@ async def test_a_term_is_told_as_settled_once_and_not_before_its_predecessor_was
         node.clock.jump(jump_s)
         await node.beats(roles=1, epochs=8)
         assert node.ledger.said("beat")[-1] == (settled, None)
+
+
+async def test_a_term_that_the_ledger_could_not_settle_is_told_again(node: Node) -> None:
+    """Somebody held its row."""
+    await node.leads("r", "s")
+    await node.beats(roles=2, epochs=16, settled="s")
+    await node.beats(roles=2, epochs=16)
+    await node.beats(roles=2, epochs=16)
+    assert [settled for settled, _ in node.ledger.said("beat")] == [["r", "s"], ["r"], []]
+
+
+async def test_a_term_that_the_ledger_could_not_end_when_it_was_given_up_is_ended_later_and_not_as_clean(
+    node: Node,
+) -> None:
+    await node.leads("s")
+    node.ledger.owns = {"r": 5, "s": 8}
+    await node.beats(roles=2, epochs=13)
+    assert node.ledger.said("end_terms") == [({"r": (5, False)},)]
+    assert node.s.in_term
+    assert node.ledger.said("unlock") == []
+
+
+async def test_what_a_heartbeat_has_made_the_node_decide_is_told_with_the_next_one_and_soon(node: Node) -> None:
+    await node.beats(roles=0, epochs=0)
+    assert node.engine._beat_due_at > node.clock.now() + BEAT_GAP_S
+    await node.beats(roles=0, epochs=0, requests=(Request(5, "drain", None),))
+    assert node.engine._beat_due_at == node.clock.now() + BEAT_GAP_S
+    await node.beats(roles=0, epochs=0, requests=(Request(5, "drain", None),))
+    assert [draining for _, draining in node.ledger.said("beat")] == [None, None, True]
 
 
 async def test_an_observer_hears_how_long_a_heartbeat_took(node: Node) -> None:
@@ -595,7 +643,7 @@ async def test_the_next_connect_waits_longer_after_each_error_up_to_a_bound(node
 
 async def test_a_release_that_is_lost_is_over_and_nobody_waits_for_it(node: Node) -> None:
     await node.leads("r")
-    node.r.drain()
+    node.drain(node.r)
     node.r.requests = [Request(5, "step_down", "r")]
     await node.releases.begin()
     (going_on,) = node.releases._going_on.values()
@@ -615,7 +663,7 @@ async def test_a_role_that_is_lost_while_it_is_released_ends_as_the_release_woul
     node: Node, stopping: bool
 ) -> None:
     await node.leads("r", "s")
-    node.r.drain()
+    node.drain(node.r)
     await node.releases.begin()
     assert node.r.driver.state is LockState.RELEASING
     node.board.stopping = stopping
@@ -631,7 +679,7 @@ async def test_a_role_that_is_lost_while_it_is_released_ends_as_the_release_woul
 
 async def released(node: Node, *, quiet: bool = True) -> dict[str, tuple[int, bool]]:
     """Drain r: its work ends, or is given up on. The terms as they are told to the ledger."""
-    node.r.drain()
+    node.drain(node.r)
     await node.releases.begin()
     await asyncio.sleep(0)
     assert await node.releases.finish() is None, "its work has not ended"
@@ -684,7 +732,7 @@ async def test_a_term_whose_work_was_given_up_on_ends_not_clean(node: Node) -> N
 async def test_a_term_whose_work_has_failed_to_end_ends_not_clean(node: Node) -> None:
     await node.leads("r")
     failed = node.quiet["r"] = asyncio.get_running_loop().create_future()
-    node.r.drain()
+    node.drain(node.r)
     await node.releases.begin()
     await asyncio.sleep(0)
     failed.set_exception(RuntimeError("of the work"))
@@ -703,7 +751,7 @@ async def test_a_term_with_work_in_flight_ends_not_clean(node: Node) -> None:
 async def test_a_drain_shuts_the_gate_at_once_and_wakes_the_engine_when_the_work_has_ended(node: Node) -> None:
     await node.leads("r")
     node.engine._woken.clear()
-    node.r.drain()
+    node.drain(node.r)
     await node.releases.begin()
     assert (refusal(node.r.gate), node.r.driver.state) == ("draining", LockState.RELEASING)
     assert not node.r.driver.stopping
@@ -738,9 +786,9 @@ async def test_the_gate_is_shut_and_the_reservation_made_before_the_term_ends_an
     assert asked == [
         ("reserve", [5]),
         ("end_terms", {"r": (8, True)}),
-        ("unlock", ["r"]),
         ("settle", [(6, "done", "clean")]),
-    ], "the other one is settled by who leads next"
+        ("unlock", ["r"]),
+    ], "the other one is settled by who leads next, which nobody can before the lock is free"
     assert shut == [False, True, True, True, True, True]
     assert node.r.requests == []
 

@@ -5,7 +5,7 @@ holds is shown on a server, in `test_fence.py`.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import pytest
 from psycopg import pq
 
 from pgleaderlock import fence
-from pgleaderlock.errors import ConfigurationError, ConnectionError, StaleEpoch
+from pgleaderlock.errors import ConfigurationError, ConnectionError, FenceLost, StaleEpoch
 from pgleaderlock.models import LeaderToken
 
 TOKEN = LeaderToken("r", 7, "node-a")
@@ -42,8 +42,13 @@ class Connection:
         self.holders: list[object] = []
         self.closed = state.get("closed", False)
         self.pgconn = SimpleNamespace(
-            pipeline_status=state.get("pipeline", pq.PipelineStatus.OFF), transaction_status=state.get("status", IDLE)
+            pipeline_status=state.get("pipeline", pq.PipelineStatus.OFF),
+            transaction_status=state.get("status", IDLE),
+            parameter_status=lambda _: self.application_name,
         )
+        self.application_name: bytes | None = b""
+        self.mark: object = None
+        self.marks: str | None = None
         if "blocks" in state:
             self._num_transactions = state["blocks"]
 
@@ -52,6 +57,8 @@ class Connection:
         self.holders.append(params["holder"])
         if self.answers and (error := self.answers.pop(0)) is not None:
             raise error
+        self.mark = params["mark"]
+        self.application_name = f"app {self.mark}".encode()
 
 
 class Way:
@@ -59,6 +66,7 @@ class Way:
 
     def __init__(self, *, blocking: bool) -> None:
         self.blocking = blocking
+        self.in_block: Callable[[], None] = lambda: None
 
     def connect(self, *answers: Exception | None, **state: Any) -> Connection:
         made = Connection(list(answers), **state)
@@ -66,11 +74,14 @@ class Way:
         @contextlib.contextmanager
         def transaction() -> Iterator[None]:
             made.happened.append("begin")
+            before, made.pgconn.transaction_status = made.pgconn.transaction_status, INTRANS
             try:
                 yield
             except BaseException:
                 made.happened.append("rollback")
                 raise
+            finally:
+                made.pgconn.transaction_status = before
             made.happened.append("commit")
 
         @contextlib.asynccontextmanager
@@ -91,10 +102,10 @@ class Way:
             async with fence._fenced_async(cast("psycopg.AsyncConnection[Any]", conn), token, params) as same:
                 self._in_block(conn, same, error)
 
-    @staticmethod
-    def _in_block(conn: Connection, same: object, error: Exception | None) -> None:
+    def _in_block(self, conn: Connection, same: object, error: Exception | None) -> None:
         assert same is conn
         conn.happened.append("write")
+        self.in_block()
         if error is not None:
             raise error
 
@@ -105,12 +116,24 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
         def __init__(self, conn: Connection, *, row_factory: object) -> None:
             self._conn = conn
 
-        def execute(self, statement: bytes, params: dict[str, object]) -> None:
-            self._conn.answer(params)
+        def execute(self, statement: bytes, params: dict[str, object] | None = None) -> "Cursor":
+            if params is None:
+                self._conn.happened.append("marks")
+            else:
+                self._conn.answer(params)
+            return self
+
+        def fetchone(self) -> tuple[str | None]:
+            return (self._conn.marks,)
 
     class AsyncCursor(Cursor):
-        async def execute(self, statement: bytes, params: dict[str, object]) -> None:  # type: ignore[override]
-            self._conn.answer(params)
+        async def execute(  # type: ignore[override]
+            self, statement: bytes, params: dict[str, object] | None = None
+        ) -> Cursor:
+            return super().execute(statement, params)
+
+        async def fetchone(self) -> tuple[str | None]:  # type: ignore[override]
+            return super().fetchone()
 
     monkeypatch.setattr(psycopg, "Cursor", Cursor)
     monkeypatch.setattr(psycopg, "AsyncCursor", AsyncCursor)
@@ -158,6 +181,43 @@ async def test_on_a_connection_that_is_not_usable_nothing_is_sent(
     with pytest.raises(error, match=says):
         await way.write(conn)
     assert conn.happened == []
+
+
+@pytest.mark.parametrize("joined", [True, False])
+async def test_a_transaction_that_ended_within_the_block_has_not_been_fenced_to_its_end(way: Way, joined: bool) -> None:
+    conn = way.connect(**({"status": INTRANS, "blocks": 1} if joined else {}))
+    way.in_block = lambda: setattr(conn.pgconn, "transaction_status", IDLE)
+    with pytest.raises(FenceLost):
+        await way.write(conn)
+    assert conn.happened == (["fence", "write"] if joined else ["begin", "fence", "write", "rollback"])
+
+
+async def test_another_transaction_that_is_open_at_the_end_of_the_block_is_not_the_fenced_one(way: Way) -> None:
+    conn = way.connect()
+    way.in_block = lambda: setattr(conn, "application_name", b"app")
+    conn.marks = "[fence 00000000]"
+    with pytest.raises(FenceLost):
+        await way.write(conn)
+
+
+@pytest.mark.parametrize("reported", [None, b"changed by the application"])
+async def test_where_the_name_does_not_tell_the_server_is_asked_for_the_marks(way: Way, reported: bytes | None) -> None:
+    conn = way.connect()
+
+    def write() -> None:
+        conn.marks = f"[fence 00000000] {conn.mark}"
+        conn.application_name = reported
+
+    way.in_block = write
+    await way.write(conn)
+    assert conn.happened == ["begin", "fence", "write", "marks", "commit"]
+
+
+async def test_a_block_that_leaves_a_failed_transaction_is_left_to_the_end_of_that(way: Way) -> None:
+    conn = way.connect()
+    way.in_block = lambda: setattr(conn.pgconn, "transaction_status", pq.TransactionStatus.INERROR)
+    await way.write(conn)
+    assert conn.happened == ["begin", "fence", "write", "commit"]
 
 
 # --- Once more

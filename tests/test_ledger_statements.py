@@ -179,23 +179,33 @@ async def test_an_unlock_frees_the_locks_and_wakes_who_listens(world: World) -> 
 # --- The eviction
 
 
-@pytest.mark.parametrize("whose", ["the recorded one", "one with another start", "one of another database role"])
+OTHERS = {
+    "one with another start": "backend_start = backend_start - interval '1 day'",
+    "one that has ended": "ended_at = clock_timestamp()",
+    "one of another system": "system_identifier = system_identifier + 1",
+    "one of another timeline": "timeline = timeline + 1",
+    "one of before version 4": "system_identifier = NULL, timeline = NULL",
+}
+
+
+@pytest.mark.parametrize("whose", ["the recorded one", *OTHERS, "one of another database role"])
 async def test_exactly_the_recorded_session_of_the_same_database_role_is_ended(
     world: World, plain: str, whose: str
 ) -> None:
-    silent = world.hand(plain if whose == "one of another database role" else None)
-    pid = silent.info.backend_pid
-    started = "SELECT extract(epoch FROM backend_start)::text FROM pg_stat_activity WHERE pid = %s"
-    async with recorded(world) as ledger:
-        start = await ask(ledger.session, started, pid)
-        if whose == "one with another start":
-            start = "1"
-        look = Look("r", False, 2, world.one.session_id, 1, False, None, None, LEASE_S, pid, start)
-        rows = await ledger.session.rows(
-            "ledger_evict", backend_pid=look.backend_pid, backend_start=start, wait_ms=5000
-        )
-    assert bool(rows and rows[0]["ended"]) is (whose == "the recorded one")
-    assert world.runs(pid) is (whose != "the recorded one")
+    pid = world.one.conn.info.backend_pid
+    other = plain if whose == "one of another database role" else None
+    if whose in OTHERS:
+        world.write(f"UPDATE pgleaderlock.sessions SET {OTHERS[whose]} WHERE session_id = %s", world.one.session_id)
+    history = world.two.ask("SELECT * FROM pgleaderlock.history()")
+    async with opened(other or world.dsn) as session:
+        if other is not None:
+            world.write("GRANT USAGE ON SCHEMA pgleaderlock TO election_plain")
+            world.write("GRANT SELECT ON pgleaderlock.sessions TO election_plain")
+        rows = await session.rows("ledger_evict", evicted_session_id=world.one.session_id, **history, wait_ms=5000)
+    evicted = whose in ("the recorded one", "one of before version 4")
+    assert bool(rows and rows[0]["ended"]) is evicted
+    assert world.runs(pid) is not evicted
+    assert world.runs(world.two.conn.info.backend_pid)
 
 
 # --- The lock and its lease

@@ -207,11 +207,17 @@ def test_half_a_look_at_somebody_is_no_sight_of_a_beat(role: Role, seen: Look) -
 
 
 @pytest.mark.parametrize(
-    ("drained", "not_before", "wanted"),
-    [(False, 0.0, True), (False, 100.0, True), (False, 100.1, False), (True, 0.0, False)],
+    ("drained_here", "node_drained", "not_before", "wanted"),
+    [
+        (False, False, 0.0, True),
+        (False, False, 100.0, True),
+        (False, False, 100.1, False),
+        (True, False, 0.0, False),
+        (False, True, 0.0, False),
+    ],
 )
 def test_a_role_is_wanted_unless_it_is_drained_or_rests(
-    role: Role, drained: bool, not_before: float, wanted: bool
+    role: Role, drained_here: bool, node_drained: bool, not_before: float, wanted: bool
 ) -> None:
-    role.drained, role.not_before = drained, not_before
+    role.drained_here, role.node_drained, role.not_before = drained_here, node_drained, not_before
     assert role.wanted(100.0) is wanted

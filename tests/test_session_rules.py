@@ -31,6 +31,9 @@ SOUND = {
     "idle_session_timeout": "0",
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
+    "client_min_messages": "warning",
+    "search_path": "pg_catalog",
+    "client_encoding": "UTF8",
     "deadlock_timeout": "1s",
 }
 CALLS_MAX = 100
@@ -468,6 +471,8 @@ async def test_a_wait_at_the_server_is_one_slice(
         {"in_recovery": True},
         {"default_transaction_read_only": "on"},
         {"idle_session_timeout": "5s"},
+        {"client_min_messages": "error"},
+        {"search_path": "public"},
     ],
     ids=str,
 )
@@ -511,44 +516,44 @@ class Rows:
 
     def __init__(self, *answers: list[dict[str, Any]]) -> None:
         self.answers, self.asked = list(answers), list[tuple[str, dict[str, Any]]]()
-        self.warnings: list[str] = []
+        self.doubts: list[str] = []
         self.closed = False
 
     async def rows(self, name: str, **params: Any) -> list[dict[str, Any]]:
         self.asked.append((name, params))
         return self.answers.pop(0)
 
+    rows_or_none = rows
+
     async def close(self) -> None:
         self.closed = True
 
 
-def ledger(rows: Rows, *, has_operations: bool = True) -> Ledger:
+def ledger(rows: Rows, *, version: int = 4) -> Ledger:
     made = Ledger(cast("DedicatedSession", rows), Identity("ns", "i", "me", "h", 1, "me-here", "test"), "channel")
-    made.session_id, made.has_operations = 40, has_operations
+    made.session_id, made.version = 40, version
     return made
 
 
-TICK = {"roles": 2, "epochs": 16, "draining": True, "requests": None}
+BEAT = {"roles": 2, "epochs": 16, "settled": ["r"], "requests": None, "version": 4}
 STEP_DOWN = {"request_id": 5, "kind": "step_down", "role": "r", "to_node_id": "two", "to_is_live": True}
 
 
 async def test_a_heartbeat_names_what_is_settled_and_brings_what_was_asked() -> None:
-    rows = Rows([{**TICK, "requests": [STEP_DOWN]}], [TICK])
-    beat = await ledger(rows).beat(("r",), draining=False)
-    assert rows.asked == [("ledger_tick", {"session_id": 40, "settled": ["r"], "draining": False})]
-    assert (beat.roles, beat.epochs, beat.draining) == (2, 16, True)
+    rows = Rows([{**BEAT, "requests": [STEP_DOWN]}], [BEAT])
+    beat = await ledger(rows).beat(("r", "s"), draining=False)
+    assert rows.asked == [("ledger_heartbeat", {"session_id": 40, "settled": ["r", "s"], "draining": False})]
+    assert (beat.roles, beat.epochs, beat.settled) == (2, 16, {"r"})
     assert beat.requests == (Request(5, "step_down", "r", "two", to_is_live=True),)
     assert (await ledger(rows).beat(())).requests == ()
 
 
-async def test_a_heartbeat_to_an_older_ledger_says_what_that_one_understands() -> None:
-    rows = Rows(
-        [{"roles": 2, "epochs": 16, "requests": [{"request_id": 5, "role": "r"}]}], [{**TICK, "requests": None}]
-    )
-    beat = await ledger(rows, has_operations=False).beat(("r",), draining=False)
-    assert rows.asked == [("ledger_beat", {"session_id": 40, "settled": ["r"]})]
-    assert (beat.requests, beat.draining) == ((Request(5, "step_down", "r"),), None)
-    assert (await ledger(rows, has_operations=False).beat(())).requests == ()
+async def test_a_heartbeat_to_an_older_ledger_is_the_one_it_knows_until_that_is_upgraded() -> None:
+    rows = Rows([{**BEAT, "version": 3}], [BEAT], [BEAT])
+    made = ledger(rows, version=3)
+    for _ in range(3):
+        await made.beat(("r",))
+    assert [name for name, _ in rows.asked] == ["ledger_heartbeat_3", "ledger_heartbeat_3", "ledger_heartbeat"]
 
 
 BUMP: dict[str, Any] = {
@@ -587,26 +592,34 @@ async def test_terms_end_with_their_own_epochs_and_what_was_clean_of_them() -> N
 
 
 async def test_what_was_not_held_is_not_told_as_unlocked() -> None:
-    rows = Rows([{"role": "r", "unlocked": True}, {"role": "s", "unlocked": False}])
+    rows = Rows([{"role": "r", "unlocked": True}, {"role": "s", "unlocked": False}], [])
     assert await ledger(rows).unlock({"r": (1, 2), "s": (3, 4)}) == {"r"}
+    assert rows.asked[1] == ("ledger_hint", {"channel": "channel", "hint": "released"})
 
 
 async def test_a_write_that_the_server_warned_of_is_led_on_by_nobody_and_ends_the_session() -> None:
     """A wait for a synchronous standby that was cancelled is only a warning: the commit may be lost."""
-    rows = Rows([TICK])
-    rows.warnings = ["canceling wait for synchronous replication"]
+    rows = Rows([BEAT])
+    rows.doubts = ["canceling wait for synchronous replication"]
     with pytest.raises(ConnectionError, match="synchronous replication"):
         await ledger(rows).beat(())
     assert rows.closed
 
 
-async def test_a_warning_counts_for_the_statement_that_it_came_with_and_for_no_later_one(world: World) -> None:
+async def test_a_doubt_counts_for_the_statement_that_it_came_with_and_for_no_later_one(world: World) -> None:
     async def warned() -> list[Any]:
-        world.connection.warn(SimpleNamespace(severity_nonlocalized="WARNING", message_primary="a wait was cancelled"))
+        for severity, sqlstate, text in (
+            ("WARNING", "01000", "a wait was cancelled"),
+            ("WARNING", "25P01", "there is no transaction in progress"),
+            ("NOTICE", "01000", "a notice"),
+        ):
+            world.connection.warn(
+                SimpleNamespace(severity_nonlocalized=severity, sqlstate=sqlstate, message_primary=text)
+            )
         return []
 
     world.connection.answers = [warned, []]
     await world.session.rows("ledger_bump")
-    assert world.session.warnings == ["a wait was cancelled"]
+    assert world.session.doubts == ["a wait was cancelled"]
     await world.session.rows("ledger_bump")
-    assert world.session.warnings == []
+    assert world.session.doubts == []

@@ -41,6 +41,7 @@ STATEMENT: Tests = (
     "tests/test_lease.py::test_a_slice_that_ends_as_it_is_granted_is_a_grant",
     "tests/test_refusals.py::test_a_standby_is_refused_by_the_statement_itself",
 )
+WAKE: Tests = ("tests/test_ledger_functions.py",)
 FENCE: Tests = (
     "tests/test_ledger_terms.py::test_an_epoch_that_is_current_for_another_role_or_in_another_namespace_is_stale_here",
     "tests/test_fence.py",
@@ -49,7 +50,7 @@ FENCE: Tests = (
 FENCED: Tests = ("tests/test_fence_rules.py",)
 
 PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
-    "_roles.py": {RULE: ("opens_at", "Role.saw", "Role.wanted", "Role.unchanged_s", "_is_next")},
+    "_roles.py": {RULE: ("opens_at", "Role.saw", "Role.drained", "Role.wanted", "Role.unchanged_s", "_is_next")},
     "gate.py": {
         GATE: tuple(
             f"LeaderGate.{name}"
@@ -78,8 +79,25 @@ PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
     },
     "_engine.py": {ENGINE: ("Engine._beat", "Engine._reconcile", "Engine._lose", "Engine._lose_role")},
     "_releases.py": {ENGINE: ("Releases._begin", "Releases.finish", "Releases.lost")},
-    "ledger.py": {SESSION: ("Ledger.beat", "Ledger.bump", "Ledger.end_terms", "Ledger.unlock", "Ledger._write")},
-    "fence.py": {FENCED: ("_fenced_async", "_fenced_sync", "_send_async", "_send_sync", "_joins", "_retries", "raced")},
+    "ledger.py": {
+        SESSION: ("Ledger.beat", "Ledger.bump", "Ledger.end_terms", "Ledger.unlock", "Ledger.hint", "Ledger._write")
+    },
+    "fence.py": {
+        FENCED: (
+            "_fenced_async",
+            "_fenced_sync",
+            "_send_async",
+            "_send_sync",
+            "_check_async",
+            "_check_sync",
+            "_is_fenced",
+            "_is_among",
+            "still_fenced",
+            "_joins",
+            "_retries",
+            "raced",
+        )
+    },
     "_session.py": {
         SESSION: (
             "DedicatedSession.take",
@@ -96,13 +114,37 @@ PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
     },
 }
 FUNCTIONS: dict[Tests, tuple[str, ...]] = {
-    SESSIONS: ("open_session", "beat", "tick", "note_eviction"),
-    TERMS: ("bump", "end_term", "advance_epoch", "next_number"),
+    SESSIONS: (
+        "open_session",
+        "heartbeat",
+        "tick",
+        "beat",
+        "note_eviction",
+        "is_there",
+        "is_live",
+        "is_live_candidate",
+        "request_targets",
+        "request_step_down",
+        "request_of_node",
+        "reserve",
+        "settle_request",
+    ),
+    TERMS: ("bump", "longest_wait_s", "end_term", "advance_epoch", "next_number"),
+    WAKE: ("lock_wake",),
     FENCE: ("fence", "fence_strictly", "check_fence"),
 }
 STATEMENTS: dict[str, dict[Tests, tuple[str, ...]]] = {
     "_sql/ledger.sql": {
-        STATEMENT: ("ledger_open_3", "ledger_try_and_look_3", "ledger_unlock", "ledger_owned", "ledger_evict")
+        STATEMENT: (
+            "ledger_open",
+            "ledger_heartbeat_3",
+            "ledger_try_and_look",
+            "ledger_unlock",
+            "ledger_hint",
+            "ledger_owned",
+            "ledger_evict",
+            "ledger_settle_requests",
+        )
     },
     "_sql/lock.sql": {STATEMENT: ("take", "wait_for_lock")},
 }

@@ -99,7 +99,13 @@ PLANTED = (
     ),
     Mutant(
         "startup-options-not-sent",
-        (Edit("_conninfo.py", 'ours["options"] = f"{_options(settings)} {user_options}".strip()', "pass"),),
+        (
+            Edit(
+                "_conninfo.py",
+                'ours["options"] = " ".join(filter(None, [_options(settings), user_options, _as_options(FORCED)]))',
+                "pass",
+            ),
+        ),
         ("tests/test_refusals.py::test_the_dbas_timeouts_do_not_reach_our_session",),
     ),
     Mutant(
@@ -167,7 +173,7 @@ PLANTED = (
     ),
     Mutant(
         "watch-survives-the-fork",
-        (Edit(SESSION, "(connection.pgconn.socket, self._watched_fd)", "(connection.pgconn.socket,) * 2"),),
+        (Edit(SESSION, "        os.dup2(null, self._watched_fd)\n", ""),),
         ("tests/test_lease.py::test_a_forked_child_does_not_keep_the_session_and_leads_nothing",),
     ),
     Mutant(
