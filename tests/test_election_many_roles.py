@@ -63,7 +63,7 @@ def statements(server: EmbeddedPostgres, pid: int) -> list[str]:
     texts = _STATEMENT.split(server.log_path.read_text())[1:]
     kinds = {
         "pgleaderlock.beat(": "beat",
-        "pgleaderlock.tick(": "beat",
+        "pgleaderlock.heartbeat(": "beat",
         "pg_try_advisory_lock(": "try",
         "pgleaderlock.bump(": "bump",
         "pg_terminate_backend(": "evict",

@@ -10,6 +10,7 @@ Linux; elsewhere the hang-up is looked for every `POLL_S` by the caller of `avai
 
 import os
 import select
+import threading
 import weakref
 
 __all__ = ["Hangup", "available"]
@@ -23,11 +24,12 @@ class Hangup:
     """Readable (`fileno`) once the peer of this descriptor has hung up. Holds a duplicate of it until closed."""
 
     def __init__(self, descriptor: int) -> None:
-        self._duplicate = os.dup(descriptor)
-        self._epoll = select.epoll()
-        # EPOLLHUP and EPOLLERR are always reported; EPOLLIN is not asked for.
-        self._epoll.register(self._duplicate, select.EPOLLRDHUP)
-        _watched.add(self)
+        with _making:
+            self._duplicate = os.dup(descriptor)
+            self._epoll = select.epoll()
+            # EPOLLHUP and EPOLLERR are always reported; EPOLLIN is not asked for.
+            self._epoll.register(self._duplicate, select.EPOLLRDHUP)
+            _watched.add(self)
 
     @property
     def closed(self) -> bool:
@@ -47,12 +49,15 @@ class Hangup:
 
 
 _watched: weakref.WeakSet[Hangup] = weakref.WeakSet()
+# Held while one is made, and by a thread that forks: a child must not get a duplicate that it does not know of.
+_making = threading.Lock()
 
 
 def _let_go_in_child() -> None:
     """In a forked child: its duplicate would keep the parent's connection open after the parent has ended."""
+    _making.release()
     for hangup in list(_watched):
         hangup.close()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_let_go_in_child)
