@@ -543,7 +543,7 @@ async def test_a_heartbeat_names_what_is_settled_and_brings_what_was_asked() -> 
     rows = Rows([{**BEAT, "requests": [STEP_DOWN]}], [BEAT])
     beat = await ledger(rows).beat(("r", "s"), draining=False)
     assert rows.asked == [("ledger_heartbeat", {"session_id": 40, "settled": ["r", "s"], "draining": False})]
-    assert (beat.roles, beat.epochs, beat.settled) == (2, 16, {"r"})
+    assert (beat.roles, beat.epochs, beat.settled) == (2, 16, frozenset({"r"}))
     assert beat.requests == (Request(5, "step_down", "r", "two", to_is_live=True),)
     assert (await ledger(rows).beat(())).requests == ()
 
