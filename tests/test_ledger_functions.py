@@ -100,6 +100,15 @@ def test_a_backend_that_is_used_anew_serves_nobody_else(world: World) -> None:
     assert changes == {("sessions", world.one.session_id): {"ended_at": ANY}}
 
 
+def test_a_session_is_told_in_which_history_it_was_opened(world: World) -> None:
+    opened = world.one.ask(
+        "SELECT * FROM pgleaderlock.open_session(%s, gen_random_uuid(), 'new', 'h', 1, 'new', 1, 2, true, 'test')",
+        world.namespace,
+    )
+    here = world.one.ask("SELECT * FROM pgleaderlock.history()")
+    assert {name: opened[name] for name in here} == here
+
+
 def test_a_session_whose_row_somebody_holds_is_not_ended_and_nobody_waits_for_it(world: World) -> None:
     with world.held("sessions", world.one.session_id):
         assert len(world.changed(lambda: open_again(world, world.one.instance))) == 1
@@ -508,6 +517,7 @@ def test_what_was_asked_of_a_node_is_settled_when_the_last_of_its_sessions_has_a
     world: World, first: str, last: str, outcome: str
 ) -> None:
     second = world.node("one")
+    world.ask_node("resume", "two")
     asked = world.ask_node("drain", "one")
     late = world.node("one")
     assert world.changed(lambda: late.ask(SETTLE, late.session_id, asked, "done", "not asked")) == {}

@@ -275,6 +275,8 @@ def test_of_several_roles_only_those_are_won_whose_locks_are_held(world: World) 
 
 @pytest.mark.parametrize("wait_ms", [0, PATIENCE_MS])
 def test_several_won_at_once_each_have_their_own_predecessor(world: World, wait_ms: int) -> None:
+    world.one.tick()
+    last = world.rows()["sessions", world.one.session_id]["last_heartbeat"]
     hand_over(world)
     assert world.two.lock("r")
     won = bump(world.two, ["r", "t"], wait_ms=wait_ms)
@@ -283,6 +285,9 @@ def test_several_won_at_once_each_have_their_own_predecessor(world: World, wait_
         "t": world.two.session_id,
     }
     assert {role: world.leader(role)["epoch"] for role in "rt"} == {"r": 3, "t": 3}
+    ended_at = {role: world.rows()["terms", world.namespace, role, 2]["ended_at"] for role in "rt"}
+    assert ended_at["r"] == last, "each by the last sign of life of its own leader"
+    assert ended_at["t"] > last
 
 
 def test_a_lock_in_the_space_of_single_keys_is_not_the_roles(world: World) -> None:
@@ -315,7 +320,10 @@ def test_half_a_key_is_no_key(world: World, shared: int) -> None:
     assert outcomes(node, ["absent"], keys={"absent": (3, key_pair("r", world.namespace)[1])}) == {"absent": "not_held"}
 
 
-def test_a_key_of_another_name_whose_last_leader_lives_is_a_collision_and_takes_nothing_from_it(world: World) -> None:
+async def test_a_key_of_another_name_whose_last_leader_lives_is_a_collision_and_takes_nothing_from_it(
+    world: World,
+) -> None:
+    await world.die(world.node("bystander"))
     hand_over(world)
     assert world.two.lock("r")
     mine = {"mine": key_pair("r", world.namespace)}
@@ -440,6 +448,11 @@ def renamed(world: World) -> World:
     """The role `old` has led under the key that is now for the role `mine`. Its last leader is `three`."""
     three = world.node("three", lease_s=SHORT_LEASE_S)
     three.lead("old", MINE["mine"])
+    # What only looks like it: halves of the key, and the same names elsewhere.
+    three.lead("half", (MINE["mine"][0], 7))
+    three.lead("other half", (7, MINE["mine"][1]))
+    for name in ("old", "mine"):
+        world.stranger.lead(name)
     world.three = three
     return world
 
@@ -496,14 +509,14 @@ async def test_of_a_renamed_role_of_another_history_everybodys_wait_counts(renam
 
 async def test_the_key_of_a_role_in_another_namespace_moves_too_and_so_does_the_wait_there(renamed: World) -> None:
     other = renamed.node("four", namespace=renamed.elsewhere, lease_s=SHORT_LEASE_S)
-    other.lead("mine", (5, 5))
+    other.lead("theirs", (5, 5))
     await renamed.die(other)
     renamed.write("UPDATE pgleaderlock.leaders SET timeline = 99 WHERE key1 = 5")
     renamed.write("UPDATE pgleaderlock.sessions SET lease_s = 1300 WHERE session_id = %s", renamed.stranger.session_id)
     assert renamed.two.lock("mine", (5, 5))
     (won,) = bump(renamed.two, ["mine"], keys={"mine": (5, 5)}).values()
     assert (won["outcome"], won["prev_wait_t"]) == ("won", 1300.0)
-    assert renamed.rows()["leaders", renamed.elsewhere, "mine"]["key1"] is None
+    assert renamed.rows()["leaders", renamed.elsewhere, "theirs"]["key1"] is None
 
 
 def test_who_renames_its_own_role_must_have_ended_it(world: World) -> None:
@@ -520,6 +533,21 @@ async def test_a_renamed_role_whose_old_row_somebody_holds_is_a_collision_for_no
     with renamed.held("leaders", renamed.namespace, "old"):
         assert rename(renamed)["outcome"] == "collision"
     assert rename(renamed)["outcome"] == "won"
+
+
+async def test_who_does_not_hold_the_lock_takes_no_key_from_anybody(renamed: World) -> None:
+    await renamed.die(renamed.three)
+    found: list[dict[str, str]] = []
+    ask = functools.partial(outcomes, renamed.two, ["mine"], keys=MINE)
+    assert renamed.changed(lambda: found.append(ask()), beats=renamed.two) == {}
+    assert found == [{"mine": "not_held"}]
+
+
+async def test_the_role_of_a_leader_that_is_gone_keeps_its_key_and_its_predecessor(renamed: World) -> None:
+    await renamed.die(renamed.three)
+    assert renamed.two.lock("old", MINE["mine"])
+    (won,) = bump(renamed.two, ["old"], keys={"old": MINE["mine"]}).values()
+    assert (won["prev_session_id"], won["prev_wait_t"]) == (renamed.three.session_id, SHORT_LEASE_S)
 
 
 async def test_who_is_refused_takes_no_key_from_anybody(renamed: World) -> None:
@@ -543,13 +571,21 @@ def test_a_role_whose_row_somebody_holds_is_busy_and_nobody_waits_for_it(world: 
     assert world.leader("r")["epoch"] == 2
 
 
+def test_a_role_whose_row_somebody_holds_is_busy_whatever_is_wrong_with_its_key(world: World) -> None:
+    """`two` takes the key of t for the one of s, which is led under its own."""
+    keys = {"s": key_pair("t", world.namespace)}
+    with world.held("leaders", world.namespace, "s"):
+        assert outcomes(world.two, ["s"], keys=keys) == {"s": "busy"}
+    assert outcomes(world.two, ["s"], keys=keys) == {"s": "collision"}
+
+
 def test_a_term_whose_row_somebody_holds_is_left_to_that_one(world: World) -> None:
-    with world.held("terms", world.namespace, "r", 2):
-        changes = world.changed(lambda: world.one.bump("r"), beats=world.one)
-        assert ("terms", world.namespace, "r", 3) in changes
-        assert ("terms", world.namespace, "r", 2) not in changes
     with world.held("terms", world.namespace, "s", 2):
-        assert set(world.changed(lambda: world.one.end_term("s", 2, clean=True))) == {("leaders", world.namespace, "s")}
+        changes = world.changed(lambda: world.one.bump("s"), beats=world.one)
+        assert ("terms", world.namespace, "s", 3) in changes
+        assert ("terms", world.namespace, "s", 2) not in changes
+    with world.held("terms", world.namespace, "r", 2):
+        assert set(world.changed(lambda: world.one.end_term("r", 2, clean=True))) == {("leaders", world.namespace, "r")}
     with world.held("terms", world.namespace, "t", 2):
         assert set(world.changed(lambda: advance(world, "t"))) == {("leaders", world.namespace, "t")}
 
@@ -595,9 +631,9 @@ def test_in_a_young_history_a_role_that_was_never_led_may_have_been_led_in_the_o
     history = (here["system_identifier"], here["timeline"])
     with world.one.conn.transaction(force_rollback=True):
         for system, timeline, ago in (
-            (*history, ago_s),
             (history[0] + 1, history[1], 10**9 if not clean else 0),
             (history[0], history[1] + 1, 10**9 if not clean else 0),
+            (*history, ago_s),
         ):
             world.one.conn.execute(
                 "INSERT INTO pgleaderlock.histories VALUES (%s, %s, clock_timestamp() - make_interval(secs => %s))"
@@ -714,6 +750,7 @@ def test_an_epoch_that_is_advanced_ends_the_term_and_resets_clean(world: World) 
 def test_after_a_clean_release_and_an_advance_the_successor_waits_as_after_a_loss(world: World) -> None:
     hand_over(world, clean=True)
     advance(world)
+    assert world.rows()["terms", world.namespace, "r", 2]["reason"] == "released"
     assert world.two.lock("r")
     won = world.two.bump("r")
     assert (won["epoch"], won["prev_clean"], won["prev_session_id"], won["prev_wait_t"]) == (
@@ -767,6 +804,8 @@ def test_an_epoch_is_not_advanced_into_the_numbers_of_the_next_history(world: Wo
         assert error.value.sqlstate == "PGL01"
 
     assert world.changed(refused) == {}
+    world.write("UPDATE pgleaderlock.leaders SET epoch = %s WHERE role = 'r'", HISTORY)
+    assert advance(world)["new_epoch"] == HISTORY + STRIDE, "in the next one there is room again"
 
 
 @pytest.mark.parametrize(("was", "becomes"), [("off", "on"), ("local", "local")])

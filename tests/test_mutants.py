@@ -142,6 +142,16 @@ def of_sql(body: str) -> dict[str, list[str]]:
             },
         ),
         ("SELECT a WHERE b BETWEEN 0 AND 1", {"drop-condition": ["SELECT a WHERE true"]}),
+        (
+            "SELECT a WHERE b AND CASE WHEN c THEN d END ORDER BY e",
+            {
+                "drop-term": [
+                    "SELECT a WHERE true AND CASE WHEN c THEN d END ORDER BY e",
+                    "SELECT a WHERE b AND true ORDER BY e",
+                ],
+                "negate": ["SELECT a WHERE b AND CASE WHEN NOT (c) THEN d END ORDER BY e"],
+            },
+        ),
         ("SELECT CASE WHEN a THEN b END", {"negate": ["SELECT CASE WHEN NOT (a) THEN b END"]}),
         (
             "SELECT a FOR NO KEY UPDATE OF b SKIP LOCKED",

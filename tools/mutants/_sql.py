@@ -127,8 +127,14 @@ def _of_conditions(body: _Body) -> Iterator[Site]:
 
 def _until(tokens: Sequence[_Token], depth: int) -> Sequence[_Token]:
     """A condition: up to where something else begins."""
+    cases = 0
     for place, token in enumerate(tokens):
         distinct = place > 0 and tokens[place - 1].text == "DISTINCT"
+        if token.depth == depth and token.text == "CASE":
+            cases += 1
+        if token.depth == depth and token.text == "END" and cases:
+            cases -= 1
+            continue
         ended = token.depth < depth or (token.depth == depth and (token.text in _ENDS or token.text in ";,"))
         if ended and not distinct:
             return tokens[:place]
