@@ -188,7 +188,7 @@ async def test_the_heartbeat_for_an_older_ledger_is_one_and_sees_its_upgrade(wor
         version, ledger.version = ledger.version, 3
         beats = world.rows()["sessions", ledger.session_id]["beat"]
         beat = await ledger.beat(["r"])
-        assert (beat.roles, beat.epochs, beat.requests, beat.settled) == (0, 0, (), {"r"})
+        assert (beat.roles, beat.epochs, beat.requests, beat.settled) == (0, 0, (), frozenset({"r"}))
         assert ledger.version == version
         assert world.rows()["sessions", ledger.session_id]["beat"] == beats + 1
 
