@@ -750,8 +750,8 @@ async def test_a_term_with_work_in_flight_ends_not_clean(node: Node) -> None:
 
 async def test_a_drain_shuts_the_gate_at_once_and_wakes_the_engine_when_the_work_has_ended(node: Node) -> None:
     await node.leads("r")
-    node.engine._woken.clear()
     node.drain(node.r)
+    node.engine._woken.clear()
     await node.releases.begin()
     assert (refusal(node.r.gate), node.r.driver.state) == ("draining", LockState.RELEASING)
     assert not node.r.driver.stopping
