@@ -632,7 +632,7 @@ def test_in_a_young_history_a_role_that_was_never_led_may_have_been_led_in_the_o
     with world.one.conn.transaction(force_rollback=True):
         for system, timeline, ago in (
             (history[0] + 1, history[1], 10**9 if not clean else 0),
-            (history[0], history[1] + 1, 10**9 if not clean else 0),
+            (history[0], history[1] - 1, 10**9 if not clean else 0),
             (*history, ago_s),
         ):
             world.one.conn.execute(
