@@ -97,6 +97,8 @@ class Script:
         self.bumps: list[list[Bump]] = []
         self.beats: list[Beat] = []
         self.owns: dict[str, int] = {}
+        self.held: set[str] = set()
+        """Roles whose rows somebody holds: their terms do not end."""
         self.takes_s = 0.0
         self.meanwhile: Callable[[], None] = lambda: None
         self._clock = clock
@@ -136,7 +138,7 @@ class Script:
 
     async def end_terms(self, terms: Mapping[str, tuple[int, bool]]) -> set[str]:
         self._answer("end_terms", dict(terms))
-        return set(terms)
+        return set(terms) - self.held
 
     async def reserve(self, request_ids: list[int]) -> None:
         self._answer("reserve", request_ids)
@@ -718,6 +720,15 @@ async def test_a_term_whose_predecessor_was_not_waited_out_ends_not_clean(node: 
     assert (told.result(), node.r.released_clean) == (False, False)
 
 
+async def test_a_term_that_the_ledger_could_not_end_was_not_released_cleanly(node: Node) -> None:
+    await node.leads("r")
+    node.ledger.held = {"r"}
+    told = node.releases.tell_when_free([node.r])
+    assert await released(node) == {"r": (8, True)}
+    node.releases.tell()
+    assert (told.result(), node.r.released_clean, node.r.holds_lock) == (False, False, False)
+
+
 async def test_a_term_that_ends_in_the_moment_in_which_it_is_settled_is_clean(node: Node) -> None:
     await node.win(LOST)
     node.clock.jump(LEASE_S)
@@ -750,8 +761,8 @@ async def test_a_term_with_work_in_flight_ends_not_clean(node: Node) -> None:
 
 async def test_a_drain_shuts_the_gate_at_once_and_wakes_the_engine_when_the_work_has_ended(node: Node) -> None:
     await node.leads("r")
-    node.engine._woken.clear()
     node.drain(node.r)
+    node.engine._woken.clear()
     await node.releases.begin()
     assert (refusal(node.r.gate), node.r.driver.state) == ("draining", LockState.RELEASING)
     assert not node.r.driver.stopping

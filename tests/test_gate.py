@@ -171,6 +171,24 @@ def test_a_renewal_does_not_shorten_the_wait_for_the_predecessor(gate: LeaderGat
     assert gate.is_leader
 
 
+@pytest.mark.parametrize(
+    ("opens_in_s", "renewed_after_s", "lapses"),
+    [
+        pytest.param(0.0, 5.9, 0, id="in time"),
+        pytest.param(0.0, 6.0, 1, id="in the moment in which it shuts"),
+        pytest.param(0.0, 7.0, 1, id="later"),
+        pytest.param(6.0, 7.0, 0, id="it had not been open"),
+    ],
+)
+def test_a_gate_that_has_shut_by_itself_before_its_renewal_has_lapsed(
+    gate: LeaderGate, clock: FakeClock, opens_in_s: float, renewed_after_s: float, lapses: int
+) -> None:
+    gate.open(FIRST, clock.now() + opens_in_s, clock.now() + 6.0)
+    clock.jump(renewed_after_s)
+    gate.renew(clock.now() + 6.0)
+    assert gate.lapses == lapses
+
+
 def test_a_late_renewal_does_not_move_the_deadline_back(gate: LeaderGate, clock: FakeClock) -> None:
     open_for(gate, clock, 6.0)
     gate.renew(clock.now() + 2.0)

@@ -176,6 +176,36 @@ async def test_an_unlock_frees_the_locks_and_wakes_who_listens(world: World) -> 
         assert world.two.lock("x", keys)
 
 
+async def test_a_hint_leaves_the_session_as_it_was(world: World) -> None:
+    async with recorded(world) as ledger:
+        await ledger.hint("acquired")
+        assert await ask(ledger.session, "SHOW lock_timeout") == "10s"
+        assert await ask(ledger.session, "SHOW synchronous_commit") == "on"
+
+
+async def test_the_heartbeat_for_an_older_ledger_is_one_and_sees_its_upgrade(world: World) -> None:
+    async with recorded(world) as ledger:
+        version, ledger.version = ledger.version, 3
+        beats = world.rows()["sessions", ledger.session_id]["beat"]
+        beat = await ledger.beat(["r"])
+        assert (beat.roles, beat.epochs, beat.requests, beat.settled) == (0, 0, (), frozenset({"r"}))
+        assert ledger.version == version
+        assert world.rows()["sessions", ledger.session_id]["beat"] == beats + 1
+
+
+async def test_several_requests_are_settled_with_one_statement(world: World) -> None:
+    async with recorded(world) as ledger:
+        await looks(ledger, world, "x", wanted="x")
+        await ledger.bump({"x": key_pair("x", world.namespace)})
+        first, second = world.ask_step_down("x"), world.ask_step_down("x")
+        await ledger.settle_requests([(first, "done", "yes"), (second, "refused", None)])
+        rows = world.rows()
+    assert [(rows["requests", r]["outcome"], rows["requests", r]["detail"]) for r in (first, second)] == [
+        ("done", "yes"),
+        ("refused", None),
+    ]
+
+
 # --- The eviction
 
 

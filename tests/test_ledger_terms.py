@@ -275,6 +275,8 @@ def test_of_several_roles_only_those_are_won_whose_locks_are_held(world: World) 
 
 @pytest.mark.parametrize("wait_ms", [0, PATIENCE_MS])
 def test_several_won_at_once_each_have_their_own_predecessor(world: World, wait_ms: int) -> None:
+    world.one.tick()
+    last = world.rows()["sessions", world.one.session_id]["last_heartbeat"]
     hand_over(world)
     assert world.two.lock("r")
     won = bump(world.two, ["r", "t"], wait_ms=wait_ms)
@@ -283,6 +285,9 @@ def test_several_won_at_once_each_have_their_own_predecessor(world: World, wait_
         "t": world.two.session_id,
     }
     assert {role: world.leader(role)["epoch"] for role in "rt"} == {"r": 3, "t": 3}
+    ended_at = {role: world.rows()["terms", world.namespace, role, 2]["ended_at"] for role in "rt"}
+    assert ended_at["r"] == last, "each by the last sign of life of its own leader"
+    assert ended_at["t"] > last
 
 
 def test_a_lock_in_the_space_of_single_keys_is_not_the_roles(world: World) -> None:
@@ -315,7 +320,10 @@ def test_half_a_key_is_no_key(world: World, shared: int) -> None:
     assert outcomes(node, ["absent"], keys={"absent": (3, key_pair("r", world.namespace)[1])}) == {"absent": "not_held"}
 
 
-def test_a_key_of_another_name_whose_last_leader_lives_is_a_collision_and_takes_nothing_from_it(world: World) -> None:
+async def test_a_key_of_another_name_whose_last_leader_lives_is_a_collision_and_takes_nothing_from_it(
+    world: World,
+) -> None:
+    await world.die(world.node("bystander"))
     hand_over(world)
     assert world.two.lock("r")
     mine = {"mine": key_pair("r", world.namespace)}
@@ -429,6 +437,233 @@ def test_a_busy_role_keeps_its_key(rekeyed: World) -> None:
         assert rekeyed.changed(ask, beats=rekeyed.two) == {}
 
 
+# --- A role that was renamed
+
+
+MINE = {"mine": key_pair("x", "x")}
+
+
+@pytest.fixture
+def renamed(world: World) -> World:
+    """The role `old` has led under the key that is now for the role `mine`. Its last leader is `three`."""
+    three = world.node("three", lease_s=SHORT_LEASE_S)
+    three.lead("old", MINE["mine"])
+    # What only looks like it: halves of the key, and the same names elsewhere.
+    three.lead("half", (MINE["mine"][0], 7))
+    three.lead("other half", (7, MINE["mine"][1]))
+    for name in ("old", "mine"):
+        world.stranger.lead(name)
+    world.three = three
+    return world
+
+
+def rename(world: World, **how: Any) -> dict[str, Any]:
+    return bump(world.two, ["mine", "t"], keys=MINE, **how)["mine"]
+
+
+async def test_a_key_whose_last_leader_is_gone_moves_to_the_new_name_with_what_has_to_be_waited_for(
+    renamed: World,
+) -> None:
+    await renamed.die(renamed.three)
+    assert renamed.two.lock("mine", MINE["mine"])
+    won: list[dict[str, Any]] = []
+    changes = renamed.changed(lambda: won.append(rename(renamed)), beats=renamed.two)
+    assert (won[0]["outcome"], won[0]["epoch"], won[0]["prev_clean"]) == ("won", 1, False)
+    assert (won[0]["prev_wait_t"], won[0]["prev_session_id"]) == (SHORT_LEASE_S, None)
+    assert changes["leaders", renamed.namespace, "old"] == {"key1": None, "key2": None}, "it keeps its epoch"
+    assert {key for key in changes if key[0] == "leaders"} == {
+        ("leaders", renamed.namespace, role) for role in ("old", "mine", "t")
+    }
+    leader = renamed.leader("mine")
+    assert ((leader["key1"], leader["key2"]), leader["wait_t"]) == (MINE["mine"], LONG_LEASE_S)
+
+
+async def test_of_a_renamed_role_that_was_known_before_the_longer_wait_counts(renamed: World) -> None:
+    renamed.two.lead("mine", (1, 1))
+    renamed.two.end_term("mine", 1, clean=True)
+    renamed.two.unlock("mine", (1, 1))
+    await renamed.die(renamed.three)
+    assert renamed.two.lock("mine", MINE["mine"])
+    won = rename(renamed)
+    assert (won["prev_clean"], won["prev_wait_t"], won["prev_session_id"]) == (False, LONG_LEASE_S, None)
+
+
+async def test_a_renamed_role_that_was_released_is_led_at_once(renamed: World) -> None:
+    renamed.three.end_term("old", 1, clean=True)
+    await renamed.die(renamed.three)
+    assert renamed.two.lock("mine", MINE["mine"])
+    won = rename(renamed)
+    assert (won["outcome"], won["prev_clean"], won["prev_wait_t"]) == ("won", True, 0.0)
+
+
+async def test_of_a_renamed_role_of_another_history_everybodys_wait_counts(renamed: World) -> None:
+    """Though it was released: terms of which no trace is left may have followed."""
+    renamed.three.end_term("old", 1, clean=True)
+    await renamed.die(renamed.three)
+    renamed.write("UPDATE pgleaderlock.leaders SET timeline = 99 WHERE role = 'old'")
+    renamed.write("UPDATE pgleaderlock.sessions SET lease_s = 1200 WHERE session_id = %s", renamed.one.session_id)
+    assert renamed.two.lock("mine", MINE["mine"])
+    won = rename(renamed)
+    assert (won["outcome"], won["prev_clean"], won["prev_wait_t"]) == ("won", False, 1200.0)
+
+
+async def test_the_key_of_a_role_in_another_namespace_moves_too_and_so_does_the_wait_there(renamed: World) -> None:
+    other = renamed.node("four", namespace=renamed.elsewhere, lease_s=SHORT_LEASE_S)
+    other.lead("theirs", (5, 5))
+    await renamed.die(other)
+    renamed.write("UPDATE pgleaderlock.leaders SET timeline = 99 WHERE key1 = 5")
+    renamed.write("UPDATE pgleaderlock.sessions SET lease_s = 1300 WHERE session_id = %s", renamed.stranger.session_id)
+    assert renamed.two.lock("mine", (5, 5))
+    (won,) = bump(renamed.two, ["mine"], keys={"mine": (5, 5)}).values()
+    assert (won["outcome"], won["prev_wait_t"]) == ("won", 1300.0)
+    assert renamed.rows()["leaders", renamed.elsewhere, "theirs"]["key1"] is None
+
+
+def test_who_renames_its_own_role_must_have_ended_it(world: World) -> None:
+    keys = {"mine": key_pair("t", world.namespace)}
+    assert outcomes(world.two, ["mine"], keys=keys) == {"mine": "collision"}
+    world.two.end_term("t", 2, clean=True)
+    assert outcomes(world.two, ["mine"], keys=keys) == {"mine": "won"}
+    assert world.leader("t")["key1"] is None
+
+
+async def test_a_renamed_role_whose_old_row_somebody_holds_is_a_collision_for_now(renamed: World) -> None:
+    await renamed.die(renamed.three)
+    assert renamed.two.lock("mine", MINE["mine"])
+    with renamed.held("leaders", renamed.namespace, "old"):
+        assert rename(renamed)["outcome"] == "collision"
+    assert rename(renamed)["outcome"] == "won"
+
+
+async def test_who_does_not_hold_the_lock_takes_no_key_from_anybody(renamed: World) -> None:
+    await renamed.die(renamed.three)
+    found: list[dict[str, str]] = []
+    ask = functools.partial(outcomes, renamed.two, ["mine"], keys=MINE)
+    assert renamed.changed(lambda: found.append(ask()), beats=renamed.two) == {}
+    assert found == [{"mine": "not_held"}]
+
+
+async def test_the_role_of_a_leader_that_is_gone_keeps_its_key_and_its_predecessor(renamed: World) -> None:
+    await renamed.die(renamed.three)
+    assert renamed.two.lock("old", MINE["mine"])
+    (won,) = bump(renamed.two, ["old"], keys={"old": MINE["mine"]}).values()
+    assert (won["prev_session_id"], won["prev_wait_t"]) == (renamed.three.session_id, SHORT_LEASE_S)
+
+
+async def test_who_is_refused_takes_no_key_from_anybody(renamed: World) -> None:
+    """`r` is led under its own key: the one of `old` stays where it is."""
+    await renamed.die(renamed.three)
+    assert renamed.two.lock("r", MINE["mine"])
+    found: list[dict[str, str]] = []
+    ask = functools.partial(outcomes, renamed.two, ["r", "unheld"], keys={"r": MINE["mine"]})
+    assert renamed.changed(lambda: found.append(ask()), beats=renamed.two) == {}
+    assert found == [{"r": "collision", "unheld": "not_held"}]
+
+
+# --- Rows that somebody holds, and rows of another history
+
+
+def test_a_role_whose_row_somebody_holds_is_busy_and_nobody_waits_for_it(world: World) -> None:
+    with world.held("leaders", world.namespace, "r"):
+        assert outcomes(world.one, ["r", "s"]) == {"r": "busy", "s": "won"}
+        assert world.one.end_term("r", 2, clean=True) is False
+        assert world.one.end_term("s", 3, clean=True) is True
+    assert world.leader("r")["epoch"] == 2
+
+
+def test_a_role_whose_row_somebody_holds_is_busy_whatever_is_wrong_with_its_key(world: World) -> None:
+    """`two` takes the key of t for the one of s, which is led under its own."""
+    keys = {"s": key_pair("t", world.namespace)}
+    with world.held("leaders", world.namespace, "s"):
+        assert outcomes(world.two, ["s"], keys=keys) == {"s": "busy"}
+    assert outcomes(world.two, ["s"], keys=keys) == {"s": "collision"}
+
+
+def test_a_term_whose_row_somebody_holds_is_left_to_that_one(world: World) -> None:
+    with world.held("terms", world.namespace, "s", 2):
+        changes = world.changed(lambda: world.one.bump("s"), beats=world.one)
+        assert ("terms", world.namespace, "s", 3) in changes
+        assert ("terms", world.namespace, "s", 2) not in changes
+    with world.held("terms", world.namespace, "r", 2):
+        assert set(world.changed(lambda: world.one.end_term("r", 2, clean=True))) == {("leaders", world.namespace, "r")}
+    with world.held("terms", world.namespace, "t", 2):
+        assert set(world.changed(lambda: advance(world, "t"))) == {("leaders", world.namespace, "t")}
+
+
+def test_a_request_whose_row_somebody_holds_is_settled_by_nobody_for_now(world: World) -> None:
+    asked = world.ask_step_down("r")
+    with world.held("requests", asked):
+        assert ("requests", asked) not in world.changed(lambda: world.one.bump("r"))
+
+
+def test_every_open_term_of_a_role_is_closed_by_the_next_one(world: World) -> None:
+    world.write("UPDATE pgleaderlock.terms SET ended_at = NULL WHERE role = 'r' AND epoch = 1")
+    changes = world.changed(lambda: world.one.bump("r"), beats=world.one)
+    assert {key for key in changes if key[0] == "terms"} == {
+        ("terms", world.namespace, "r", epoch) for epoch in (1, 2, 3)
+    }
+
+
+@pytest.mark.parametrize("column", ["system_identifier", "timeline"])
+def test_a_row_of_another_history_is_not_trusted_to_have_ended_clean(world: World, column: str) -> None:
+    hand_over(world, clean=True)
+    hand_over(world, "s", clean=True)
+    world.write(f"UPDATE pgleaderlock.leaders SET {column} = {column} + 1, wait_t = 10 WHERE role = 'r'")
+    node = world.node("three", lease_s=SHORT_LEASE_S)
+    assert node.lock("r")
+    assert node.lock("s")
+    won = bump(node, ["r", "s"])
+    assert (won["r"]["prev_clean"], won["r"]["prev_wait_t"]) == (False, LONG_LEASE_S)
+    assert (won["s"]["prev_clean"], won["s"]["prev_wait_t"]) == (True, LEASE_S)
+    assert (world.leader("r")["wait_t"], world.leader("s")["wait_t"]) == (LONG_LEASE_S, SHORT_LEASE_S)
+
+
+def test_a_row_of_another_history_with_a_longer_wait_keeps_it(world: World) -> None:
+    world.write("UPDATE pgleaderlock.leaders SET timeline = timeline + 1, wait_t = 5000 WHERE role = 'r'")
+    assert world.one.bump("r")["prev_wait_t"] == 5000.0
+
+
+@pytest.mark.parametrize(("ago_s", "clean"), [(LONG_LEASE_S - 30, False), (LONG_LEASE_S + 30, True)])
+def test_in_a_young_history_a_role_that_was_never_led_may_have_been_led_in_the_one_before(
+    world: World, ago_s: float, clean: bool
+) -> None:
+    here = world.two.ask("SELECT * FROM pgleaderlock.history()")
+    history = (here["system_identifier"], here["timeline"])
+    with world.one.conn.transaction(force_rollback=True):
+        for system, timeline, ago in (
+            (history[0] + 1, history[1], 10**9 if not clean else 0),
+            (history[0], history[1] - 1, 10**9 if not clean else 0),
+            (*history, ago_s),
+        ):
+            world.one.conn.execute(
+                "INSERT INTO pgleaderlock.histories VALUES (%s, %s, clock_timestamp() - make_interval(secs => %s))"
+                " ON CONFLICT (system_identifier, timeline) DO UPDATE SET seen_at = excluded.seen_at",
+                (system, timeline, ago),
+            )
+        assert world.one.lock("new")
+        won = world.one.bump("new")
+    world.one.unlock("new")
+    assert (won["prev_clean"], won["prev_wait_t"]) == (clean, 0.0 if clean else LONG_LEASE_S)
+
+
+@pytest.mark.parametrize(
+    ("change", "longest_s"),
+    [
+        ("beat = beat", LONG_LEASE_S),
+        ("last_heartbeat = clock_timestamp() - interval '59 minutes'", LONG_LEASE_S),
+        ("last_heartbeat = clock_timestamp() - interval '61 minutes'", LEASE_S),
+        ("last_heartbeat = clock_timestamp() - interval '61 minutes', lease_s = 1900", 1900.0),
+        ("last_heartbeat = clock_timestamp() - interval '64 minutes', lease_s = 1900", LEASE_S),
+        ("namespace = 'other'", LEASE_S),
+    ],
+)
+def test_the_longest_wait_is_that_of_whoever_may_have_been_alive(world: World, change: str, longest_s: float) -> None:
+    world.write(f"UPDATE pgleaderlock.sessions SET {change} WHERE session_id = %s", world.two.session_id)
+    ask = "SELECT pgleaderlock.longest_wait_s(%s) AS s"
+    assert world.one.ask(ask, world.namespace)["s"] == longest_s
+    assert world.one.ask(ask, "unknown")["s"] == 0
+
+
 # --- What was asked is done
 
 
@@ -454,6 +689,8 @@ def test_a_new_term_settles_what_was_asked_of_the_one_before_and_nothing_else(wo
 
 @pytest.mark.parametrize("clean", [True, False])
 def test_the_end_of_a_term_says_whether_it_was_clean_and_touches_no_other(world: World, clean: bool) -> None:
+    world.write("UPDATE pgleaderlock.terms SET ended_at = NULL WHERE role = 'r' AND epoch = 1")
+
     def end() -> None:
         assert world.one.end_term("r", 2, clean=clean)
 
@@ -513,6 +750,7 @@ def test_an_epoch_that_is_advanced_ends_the_term_and_resets_clean(world: World) 
 def test_after_a_clean_release_and_an_advance_the_successor_waits_as_after_a_loss(world: World) -> None:
     hand_over(world, clean=True)
     advance(world)
+    assert world.rows()["terms", world.namespace, "r", 2]["reason"] == "released"
     assert world.two.lock("r")
     won = world.two.bump("r")
     assert (won["epoch"], won["prev_clean"], won["prev_session_id"], won["prev_wait_t"]) == (
@@ -554,3 +792,27 @@ def test_an_advance_waits_for_the_writer_of_the_epoch_that_it_ends(world: World)
         operator.execute("SELECT pgleaderlock.advance_epoch('r', %s, 'pgleaderlock')", (world.namespace,))
     with fenced(world, "s"):
         operator.execute("SELECT pgleaderlock.advance_epoch('r', %s, 'pgleaderlock')", (world.namespace,))
+
+
+def test_an_epoch_is_not_advanced_into_the_numbers_of_the_next_history(world: World) -> None:
+    world.write("UPDATE pgleaderlock.leaders SET epoch = %s WHERE role = 'r'", HISTORY - STRIDE - 1)
+    assert advance(world) == {"old_epoch": HISTORY - STRIDE - 1, "new_epoch": HISTORY - STRIDE}
+
+    def refused() -> None:
+        with pytest.raises(psycopg.Error, match="no room") as error:
+            advance(world)
+        assert error.value.sqlstate == "PGL01"
+
+    assert world.changed(refused) == {}
+    world.write("UPDATE pgleaderlock.leaders SET epoch = %s WHERE role = 'r'", HISTORY)
+    assert advance(world)["new_epoch"] == HISTORY + STRIDE, "in the next one there is room again"
+
+
+@pytest.mark.parametrize(("was", "becomes"), [("off", "on"), ("local", "local")])
+def test_an_advance_is_on_disk_before_it_is_acknowledged(world: World, was: str, becomes: str) -> None:
+    operator = world.hand()
+    operator.execute(f"SET synchronous_commit = {was}".encode())
+    with operator.transaction():
+        operator.execute("SELECT pgleaderlock.advance_epoch('r', %s, 'pgleaderlock')", (world.namespace,))
+        assert operator.execute("SHOW synchronous_commit").fetchone() == {"synchronous_commit": becomes}
+    assert operator.execute("SHOW synchronous_commit").fetchone() == {"synchronous_commit": was}

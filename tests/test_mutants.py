@@ -142,8 +142,22 @@ def of_sql(body: str) -> dict[str, list[str]]:
             },
         ),
         ("SELECT a WHERE b BETWEEN 0 AND 1", {"drop-condition": ["SELECT a WHERE true"]}),
+        (
+            "SELECT a WHERE b AND CASE WHEN c THEN d END ORDER BY e",
+            {
+                "drop-term": [
+                    "SELECT a WHERE true AND CASE WHEN c THEN d END ORDER BY e",
+                    "SELECT a WHERE b AND true ORDER BY e",
+                ],
+                "negate": ["SELECT a WHERE b AND CASE WHEN NOT (c) THEN d END ORDER BY e"],
+            },
+        ),
         ("SELECT CASE WHEN a THEN b END", {"negate": ["SELECT CASE WHEN NOT (a) THEN b END"]}),
-        ("SELECT a FOR UPDATE OF b SKIP LOCKED", {"no-row-lock": ["SELECT a"]}),
+        (
+            "SELECT a FOR NO KEY UPDATE OF b SKIP LOCKED",
+            {"no-row-lock": ["SELECT a"], "wait-for-row": ["SELECT a FOR NO KEY UPDATE OF b"]},
+        ),
+        ("SELECT a FOR UPDATE", {"no-row-lock": ["SELECT a"]}),
         ("SELECT pg_advisory_xact_lock(a)", {"exchange": ["SELECT pg_advisory_xact_lock_shared(a)"]}),
         ("SELECT greatest(a, true)", {"exchange": ["SELECT least(a, true)", "SELECT greatest(a, false)"]}),
         ("SELECT interval '5 minutes'", {"constant": ["SELECT interval '50 minutes'"]}),

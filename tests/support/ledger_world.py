@@ -5,13 +5,13 @@ Imports psycopg, `keys`, `ledger_node`, `elections` and the standard library.
 
 import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
 from psycopg.rows import dict_row
 
-from support.elections import admin
+from support.elections import admin, until
 from support.ledger_node import LedgerNode, ledger_node
 
 __all__ = ["LEASE_S", "LONG_LEASE_S", "Changes", "World"]
@@ -50,6 +50,8 @@ class World:
         self.two = self.node("two", lease_s=LONG_LEASE_S)
         self.stranger = self.node("one", namespace=self.elsewhere)
         self.one = self.node("one")
+        self.three = self.one
+        """For tests that need one more."""
         for node, roles in ((self.two, "t"), (self.stranger, "r"), (self.one, "rs")):
             for role in roles:
                 node.end_term(role, node.lead(role), clean=True)
@@ -65,6 +67,25 @@ class World:
         conn = self.nodes.enter_context(psycopg.connect(dsn or self.dsn, autocommit=True, row_factory=dict_row))
         conn.execute("SET statement_timeout = '5s'")
         return conn
+
+    @contextlib.contextmanager
+    def held(self, table: str, *key: object) -> Iterator[None]:
+        """Somebody holds this row, and does not end. Who waits for it fails, soon."""
+        for node in (self.one, self.two, self.stranger):
+            if not node.conn.closed:
+                node.conn.execute("SET statement_timeout = '2s'")
+        condition = " AND ".join(f"{column} = %s" for column in KEYS[table])
+        other = self.hand()
+        with other.transaction():
+            found = other.execute(f"SELECT 1 FROM pgleaderlock.{table} WHERE {condition} FOR UPDATE".encode(), key)
+            assert len(found.fetchall()) == 1
+            yield
+
+    async def die(self, node: LedgerNode) -> None:
+        """Its backend ends, and its record does not."""
+        pid = node.conn.info.backend_pid
+        node.conn.close()
+        await until(lambda: not self.runs(pid), "its backend ends")
 
     def rows(self) -> Changes:
         found: Changes = {}
@@ -132,7 +153,7 @@ class World:
             (role, namespace or self.namespace, to),
         ).fetchone()
         assert row is not None
-        return int(row["request_id"])
+        return int(row["request_id"] or 0)
 
     def ask_node(self, kind: str, node_id: str) -> int:
         row = self._look.execute(
@@ -140,4 +161,4 @@ class World:
             (node_id, self.namespace),
         ).fetchone()
         assert row is not None
-        return int(row["request_id"])
+        return int(row["request_id"] or 0)

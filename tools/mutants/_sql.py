@@ -21,7 +21,7 @@ _TOKEN = re.compile(
 _BEGINS = {"WHERE", "ON", "WHEN", "IF", "ELSIF"}
 _ENDS = {
     "WHERE", "GROUP", "ORDER", "RETURNING", "LIMIT", "OFFSET", "FOR", "THEN", "LOOP", "UNION", "ON", "JOIN", "LEFT",
-    "FROM", "SET", "INTO", "ELSE", "END", "AS",
+    "CROSS", "FROM", "SET", "INTO", "ELSE", "END", "AS",
 }  # fmt: skip
 _WORDS = {
     "greatest": "least",
@@ -127,8 +127,14 @@ def _of_conditions(body: _Body) -> Iterator[Site]:
 
 def _until(tokens: Sequence[_Token], depth: int) -> Sequence[_Token]:
     """A condition: up to where something else begins."""
+    cases = 0
     for place, token in enumerate(tokens):
         distinct = place > 0 and tokens[place - 1].text == "DISTINCT"
+        if token.depth == depth and token.text == "CASE":
+            cases += 1
+        if token.depth == depth and token.text == "END" and cases:
+            cases -= 1
+            continue
         ended = token.depth < depth or (token.depth == depth and (token.text in _ENDS or token.text in ";,"))
         if ended and not distinct:
             return tokens[:place]
@@ -171,8 +177,10 @@ def _of_tokens(body: _Body) -> Iterator[Site]:
             yield Site("exchange", token.start, token.end, _SIGNS[token.text])
         elif token.text == "DISTINCT" and before == "IS":
             yield Site("negate", token.start, token.end, "NOT DISTINCT")
-        elif token.text == "FOR" and after in ("UPDATE", "KEY"):
+        elif token.text == "FOR" and after in ("UPDATE", "NO", "SHARE", "KEY"):
             yield Site("no-row-lock", token.start, _end_of_row_lock(body.tokens[at:]), "")
+        elif token.text == "SKIP":
+            yield Site("wait-for-row", token.start, body.tokens[at + 1].end, "")
         elif token.kind == "number" and int(token.text) > 1:
             yield Site("constant", token.start, token.end, token.text + "0")
         elif token.kind == "text" and before == "interval":
@@ -180,10 +188,13 @@ def _of_tokens(body: _Body) -> Iterator[Site]:
 
 
 def _end_of_row_lock(tokens: Sequence[_Token]) -> int:
-    """`FOR UPDATE OF l SKIP LOCKED`, or less."""
+    """`FOR NO KEY UPDATE OF l SKIP LOCKED`, or less."""
     end = tokens[1].end
     for place in range(2, len(tokens)):
-        if tokens[place].text not in ("SHARE", "OF", "SKIP", "LOCKED") and tokens[place - 1].text != "OF":
+        if (
+            tokens[place].text not in ("KEY", "UPDATE", "SHARE", "OF", "SKIP", "LOCKED")
+            and tokens[place - 1].text != "OF"
+        ):
             break
         end = tokens[place].end
     return end

@@ -41,7 +41,6 @@ STATEMENT: Tests = (
     "tests/test_lease.py::test_a_slice_that_ends_as_it_is_granted_is_a_grant",
     "tests/test_refusals.py::test_a_standby_is_refused_by_the_statement_itself",
 )
-WAKE: Tests = ("tests/test_ledger_functions.py",)
 FENCE: Tests = (
     "tests/test_ledger_terms.py::test_an_epoch_that_is_current_for_another_role_or_in_another_namespace_is_stale_here",
     "tests/test_fence.py",
@@ -128,9 +127,9 @@ FUNCTIONS: dict[Tests, tuple[str, ...]] = {
         "request_of_node",
         "reserve",
         "settle_request",
+        "lock_wake",
     ),
     TERMS: ("bump", "longest_wait_s", "end_term", "advance_epoch", "next_number"),
-    WAKE: ("lock_wake",),
     FENCE: ("fence", "fence_strictly", "check_fence"),
 }
 STATEMENTS: dict[str, dict[Tests, tuple[str, ...]]] = {
