@@ -18,7 +18,7 @@ from pgleaderlock import (
     UnsafeSessionError,
     key_pair,
 )
-from pgleaderlock._conninfo import ConnectionSettings
+from pgleaderlock._conninfo import FORCED, ConnectionSettings
 from pgleaderlock._pool_check import Backend
 from pgleaderlock._session import DedicatedSession
 from servers import open_folder
@@ -53,6 +53,20 @@ async def test_a_pooler_is_refused_whatever_its_mode_and_however_quiet_it_is(
     assert isinstance(error, UnsafeSessionError)
     assert error.reason == "pooler"
     assert "allow_pooler" in str(error)
+
+
+async def test_a_pooler_is_refused_though_the_session_behind_it_has_every_setting(
+    throwaway_postgres: StartServer, pgbouncer: StartPooler
+) -> None:
+    """The pooler drops our settings, and the DBA has chosen the same ones: only the backend's pid is not ours."""
+    server = throwaway_postgres()
+    with psycopg.connect(server.dsn, autocommit=True) as dba:
+        for name, value in FORCED.items():
+            dba.execute(f"ALTER ROLE postgres SET {name} = {value}".encode())
+    through = pgbouncer(server.dsn, "transaction", ignore_startup_parameters="options,extra_float_digits")
+    error = await refusal(LeaderLock.for_name(through, fresh_name()))
+    assert isinstance(error, UnsafeSessionError)
+    assert error.reason == "pooler"
 
 
 async def test_a_pool_in_session_mode_serves_when_it_is_allowed(dsn: str, pgbouncer: StartPooler) -> None:

@@ -134,7 +134,6 @@ class LeaderLock:
         self._registry = CallbackRegistry()
         self._run: Lifecycle | None = None
         self._task: asyncio.Task[None] | None = None
-        self._owner_pid = os.getpid()
         _locks.add(self)
 
     @classmethod
@@ -157,7 +156,6 @@ class LeaderLock:
             await asyncio.wait([self._task])
         if self.state is not LockState.STOPPED:
             return
-        self._owner_pid = os.getpid()
         self._run = run = Lifecycle(
             self._settings, self._connect, self._registry, clock=self._clock, rng=self._rng, log=self._log
         )
@@ -274,12 +272,7 @@ class LeaderLock:
     def is_leader(self) -> bool:
         """Does this node lead, as far as it may still believe so? Decided by the clock at the moment it is asked."""
         run = self._run
-        return (
-            run is not None
-            and run.driver.state is LockState.LEADER
-            and self._clock.now() < run.trusted_until
-            and os.getpid() == self._owner_pid  # a forked child leads nothing, from its first instruction on
-        )
+        return run is not None and run.driver.state is LockState.LEADER and self._clock.now() < run.trusted_until
 
     @property
     def last_error(self) -> Exception | None:
