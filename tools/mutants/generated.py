@@ -117,7 +117,6 @@ FUNCTIONS: dict[Tests, tuple[str, ...]] = {
         "open_session",
         "heartbeat",
         "tick",
-        "beat",
         "note_eviction",
         "is_there",
         "is_live",
