@@ -42,7 +42,7 @@ test: $(STAMP) ## Every test, at small counts
 proof: $(STAMP) ## Every test, at the full counts: takes long
 	PGLEADERLOCK_PROOF=1 $(PYTEST)
 
-mutants: $(STAMP) ## Plant defects into copies of the source and show that the tests catch each: takes about half an hour
+mutants: $(STAMP) ## Plant defects into copies of the source and show that the tests catch each: takes hours
 	$(PY) -m tools.mutants --jobs $(JOBS) $(ARGS)
 
 test-pg: $(STAMP) ## Every test on other PostgreSQL binaries: make test-pg BIN=/usr/lib/postgresql/15/bin
