@@ -12,12 +12,15 @@ STAMP  := $(VENV)/.installed
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11)
 # Test processes side by side; `make test WORKERS=8`. More than cores, since many tests mostly wait.
-WORKERS ?= 3
+WORKERS ?= 5
 # Mutants side by side; `make mutants JOBS=8 ARGS=--resume`.
 JOBS ?= 2
 # More arguments for pytest; `make test ARGS='-k embedded'`.
 ARGS ?=
-PYTEST := $(PY) -m pytest -q -n $(WORKERS) --dist=worksteal tests $(ARGS)
+# The tests start many Python processes. What these have compiled is kept, below .venv, whatever the environment says:
+# compiling takes longer than most of the tests.
+PYTEST := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX='$(CURDIR)/$(VENV)/pycache' \
+  $(PY) -m pytest -q -n $(WORKERS) --dist=worksteal tests
 # The folders that exist among those which the checks read.
 CHECKED = $(wildcard src tests bench examples tools)
 
@@ -26,7 +29,7 @@ export UV_SYSTEM_CERTS := 1
 export UV_NO_PROGRESS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help install demo test proof mutants test-pg spec check format bench test-deps lock-deps diagram screenshots wheel clean distclean
+.PHONY: help install demo test test-long proof mutants test-pg spec check format bench test-deps lock-deps diagram manifests screenshots wheel clean distclean
 
 help: ## Show this list
 	@echo 'make TARGET, where TARGET is one of:'
@@ -36,18 +39,21 @@ help: ## Show this list
 demo: $(STAMP) ## Three nodes, a killed leader and its successor, on a private PostgreSQL
 	@$(VENV)/bin/pgleaderlock demo
 
-test: $(STAMP) ## Every test, at small counts
-	$(PYTEST)
+test: $(STAMP) ## The tests, at small counts, without those that are long by nature
+	$(PYTEST) -m 'not long' $(ARGS)
 
-proof: $(STAMP) ## Every test, at the full counts: takes long
-	PGLEADERLOCK_PROOF=1 $(PYTEST)
+test-long: $(STAMP) ## The tests that are long by nature: storms, crashes, browsers, model checking, clean installs
+	$(PYTEST) -m long $(ARGS)
+
+proof: $(STAMP) ## Every test, the long ones too, at the full counts: takes long
+	PGLEADERLOCK_PROOF=1 $(PYTEST) $(ARGS)
 
 mutants: $(STAMP) ## Plant defects into copies of the source and show that the tests catch each: takes hours
 	$(PY) -m tools.mutants --jobs $(JOBS) $(ARGS)
 
 test-pg: $(STAMP) ## Every test on other PostgreSQL binaries: make test-pg BIN=/usr/lib/postgresql/15/bin
 	@test -n '$(BIN)' || { echo 'Say which binaries: make test-pg BIN=/usr/lib/postgresql/15/bin' >&2; exit 2; }
-	PGLEADERLOCK_PG_BIN='$(BIN)' $(PYTEST)
+	PGLEADERLOCK_PG_BIN='$(BIN)' $(PYTEST) $(ARGS)
 
 spec: $(STAMP) ## Check the specifications in spec/ with TLC, and the recorded histories
 	spec/run.sh ci
@@ -76,6 +82,9 @@ lock-deps: $(STAMP) ## Choose new versions: requirements-dev.in becomes requirem
 
 diagram: $(STAMP) ## Draw the state machine anew from its table, into docs/state-machine.md
 	$(PY) tools/state_diagram.py
+
+manifests: $(STAMP) ## Write examples/deploy/kubernetes.yaml anew from the Helm chart
+	$(PY) -m tools.chart
 
 screenshots: $(STAMP) ## Take the pictures of docs/dashboard.md anew; ARGS=--measure prints how quick the pages are
 	PYTHONPATH=tests $(PY) -m tools.screenshots $(ARGS)

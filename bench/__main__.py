@@ -8,30 +8,41 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bench import election, fence, guard, lock, roles, server
+from bench import attacks, election, fence, frameworks, guard, lease, lock, readme, roles, server, standbys, startup
 from bench.harness import Figure
 from pgleaderlock.embedded import EmbeddedPostgres
 
 Measurement = Callable[[str], Awaitable[Figure | list[Figure]]]
 
 FIGURES: dict[str, Measurement] = {
+    "cli.startup": startup.startup,
     "lock.start": lock.start,
+    "lock.probe": lock.probe,
     "lock.loss": lock.loss,
     "lock.hot_standby": lock.hot_standby,
+    "lock.readme": readme.readme,
+    "lock.standbys": standbys.standbys,
     "guard.cycle": guard.cycle,
     "guard.lost": guard.lost,
     "fence.throughput": fence.throughput,
     "fence.bump": fence.bump,
     "election.gate": election.gate,
+    "election.heartbeat": election.heartbeat,
     "election.failover_hot": election.failover_hot,
     "election.handover": election.handover,
     "election.failover_defaults": election.failover,
+    "frameworks.stops": frameworks.stops,
+    "lease.failover": lease.failover,
+    "lease.tick": lease.tick,
+    "lease.standbys": lease.standbys,
     "roles.drain": roles.drain,
     "roles.steady": roles.steady,
     "server.acquire": server.acquire,
     "server.postgres": server.postgres,
     "server.cycle": server.cycle,
-    "server.under_attack": server.under_attack,
+    "server.under_attack": attacks.under_attack,
+    "server.hold": attacks.hold,
+    "server.peers": server.peers,
     "server.many_locks": server.many_locks,
 }
 

@@ -6,20 +6,28 @@ import json
 import signal
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator
 
 import psycopg
 
-from bench.harness import Figure, median, percentile
+from bench.harness import Figure, in_turns, median, percentile, ratio
 from pgleaderlock import LeaderGate, LeaderToken
-from pgleaderlock._clock import BOOT_CLOCK
+from pgleaderlock._base.clock import BOOT_CLOCK
+from pgleaderlock._election.ledger import Identity, Ledger
+from pgleaderlock._pg.conninfo import ConnectionSettings
+from pgleaderlock._pg.session import DedicatedSession
+from pgleaderlock._pg.statements import statement
+from pgleaderlock.keys import key_pair
 from pgleaderlock.migrate import migrate
 
-__all__ = ["failover", "failover_hot", "gate", "handover"]
+__all__ = ["failover", "failover_hot", "gate", "handover", "heartbeat", "kill_rounds"]
 
 FAILOVERS = 8
 HOT_FAILOVERS = 20
 HANDOVERS = 15
+BEATS = 10
+BEAT_BLOCKS = 150
 WAIT_S = 30.0
 DEFAULT_T_S = 7.0
 
@@ -71,10 +79,51 @@ async def _ledger(dsn: str) -> AsyncIterator[psycopg.AsyncConnection[tuple[objec
         yield admin
 
 
-async def _kill_rounds(
-    dsn: str, role: str, options: dict[str, object], rounds: int, *, gated: bool
+async def heartbeat(dsn: str) -> Figure:
+    """A heartbeat, which proves leadership, against the same one without the proof."""
+    await migrate(dsn)
+    bare = (
+        b"SELECT beat, roles, epochs, settled, requests, version FROM pgleaderlock.heartbeat("
+        b"%(session_id)s, %(settled)s::text[], %(draining)s::boolean)"
+    )
+    session = await DedicatedSession.open(dsn, ConnectionSettings("bench-heartbeat", 5.0, 15.0))
+    ledger = Ledger(session, Identity("bench", str(uuid.uuid4()), "bench", "here", 1, "bench", "bench"), "bench")
+    key1, key2 = key_pair("bench-heartbeat")
+    connection = session._connection
+
+    async def beats(text: bytes) -> float:
+        params = {"session_id": ledger.session_id, "settled": [], "draining": None, "key1": key1, "key2": key2}
+        began = time.perf_counter()
+        for _ in range(BEATS):
+            row = await (await connection.execute(text, params)).fetchone()
+            assert row is not None
+            assert row.get("proven", True)
+        return time.perf_counter() - began
+
+    try:
+        await ledger.open(gate_s=5.0, lease_s=15.0, candidate=True)
+        (look,) = await ledger.try_and_look({"bench-heartbeat": (key1, key2)}, {"bench-heartbeat"})
+        assert look.granted
+        await ledger.beat([])
+        await connection.execute("SET synchronous_commit = off")  # the disk would hide the difference
+        sides = {"ours": lambda _: beats(statement("ledger_heartbeat")), "bare": lambda _: beats(bare)}
+        took = await in_turns(sides, BEAT_BLOCKS)
+    finally:
+        await session.close()
+    return Figure(
+        "heartbeat that proves leadership, against one that does not",
+        f"{median(took['ours']) / BEATS * 1e6:.0f} µs",
+        f"without the proof {median(took['bare']) / BEATS * 1e6:.0f} µs (medians of {BEAT_BLOCKS} blocks of {BEATS})",
+        ratio(took["ours"], took["bare"]),
+        1.05,
+    )
+
+
+async def kill_rounds(
+    dsn: str, role: str, options: dict[str, object], rounds: int, *, written: bool = True, opened: bool = True
 ) -> tuple[list[float], list[float]]:
-    written, opened = [], []
+    """From SIGKILL to the successor's first fenced write, and to its open gate, where these are asked for."""
+    writes, gates = [], []
     async with _ledger(dsn):
         leader = await _start(dsn, role, options)
         await leader.says("open")
@@ -85,19 +134,20 @@ async def _kill_rounds(
                 await asyncio.sleep(1.0)  # a standby that has looked around, as it would have in real life
                 killed_at = time.monotonic()
                 leader.process.send_signal(signal.SIGKILL)
-                written.append(await standby.says("written", killed_at) - killed_at)
-                if gated:
-                    opened.append(await standby.says("open", killed_at) - killed_at)
+                if written:
+                    writes.append(await standby.says("written", killed_at) - killed_at)
+                if opened:
+                    gates.append(await standby.says("open", killed_at) - killed_at)
                 await leader.end()
                 leader = standby
         finally:
             await leader.end()
-    return written, opened
+    return writes, gates
 
 
 async def failover(dsn: str) -> list[Figure]:
     """SIGKILL at the defaults: the fenced write of the successor, and its gate."""
-    written, opened = await _kill_rounds(dsn, "bench-defaults", {}, FAILOVERS, gated=True)
+    written, opened = await kill_rounds(dsn, "bench-defaults", {}, FAILOVERS)
     return [
         Figure(
             "SIGKILL → successor's first fenced write, defaults, p99",
@@ -120,7 +170,7 @@ async def failover(dsn: str) -> list[Figure]:
 
 async def failover_hot(dsn: str) -> Figure:
     """The same with one role in hot standby."""
-    written, _ = await _kill_rounds(dsn, "bench-hot", {"standby_wait_s": 30.0}, HOT_FAILOVERS, gated=False)
+    written, _ = await kill_rounds(dsn, "bench-hot", {"standby_wait_s": 30.0}, HOT_FAILOVERS, opened=False)
     return Figure(
         "SIGKILL → successor's first fenced write, hot standby, p99",
         f"p50 {median(written) * 1e3:.1f} ms, p99 {percentile(written, 99) * 1e3:.1f} ms",

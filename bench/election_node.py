@@ -23,7 +23,7 @@ async def main(dsn: str, role: str, options: dict[str, object]) -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(words), sys.stdin)
     election = LeaderElection(dsn, role, **options)  # type: ignore[arg-type]
     gate = election.gate(role)
-    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as conn:
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True, prepare_threshold=None) as conn:
 
         @election.on_acquired
         async def write(_role: str) -> None:

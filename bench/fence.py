@@ -11,7 +11,7 @@ import psycopg
 
 from bench.harness import Figure, in_turns, median, percentile, ratio
 from bench.pgbench import one_line, run_pgbench, tps
-from pgleaderlock._sql import statement
+from pgleaderlock._pg.statements import statement
 from pgleaderlock.keys import key_pair
 from pgleaderlock.migrate import migrate
 

@@ -8,7 +8,7 @@ import psycopg
 
 from bench.harness import Figure, median, percentile
 from pgleaderlock import acquire_leadership
-from pgleaderlock._sql import statement
+from pgleaderlock._pg.statements import statement
 from pgleaderlock.keys import key_params
 
 __all__ = ["cycle", "lost"]
@@ -42,10 +42,10 @@ async def _raw_block(conn: psycopg.AsyncConnection[Any]) -> float:
     take, unlock = statement("guard_take"), statement("guard_unlock")
     began = time.perf_counter()
     for _ in range(CYCLES):
-        row = await (await conn.execute(take, params)).fetchone()
-        assert row == (True,)
-        row = await (await conn.execute(unlock, params)).fetchone()
-        assert row == (True,)
+        for text in (take, unlock):
+            row = await (await conn.execute(text, params)).fetchone()
+            assert row is not None
+            assert row[0] is True
     return time.perf_counter() - began
 
 

@@ -1,4 +1,4 @@
-"""The figures of `LeaderLock`: start, loss, hot standby."""
+"""The figures of `LeaderLock`: start, probe, loss, hot standby."""
 
 import asyncio
 import os
@@ -10,13 +10,17 @@ import time
 
 import psycopg
 
-from bench.harness import Figure, median, percentile
+from bench.harness import Figure, in_turns, median, percentile, ratio
 from bench.raw_start import connect_and_try
 from pgleaderlock import FixedInterval, LeaderLock
+from pgleaderlock._pg.conninfo import ConnectionSettings
+from pgleaderlock._pg.session import DedicatedSession
 
-__all__ = ["hot_standby", "loss", "start"]
+__all__ = ["hot_standby", "kill_round", "loss", "probe", "process", "start"]
 
 START_ROUNDS = 200
+PROBES = 20
+PROBE_BLOCKS = 300
 LOSS_ROUNDS = 50
 KILL_ROUNDS = 30
 PARK_TIMEOUT_S = 10.0
@@ -45,6 +49,37 @@ async def start(dsn: str) -> Figure:
         f"raw psycopg {median(raw) * 1e3:.2f} ms (medians of {START_ROUNDS})",
         median(ours) / median(raw),
         1.3,
+    )
+
+
+async def probe(dsn: str) -> Figure:
+    """A probe, which proves leadership, against SELECT 1 on the same session, which proves nothing."""
+    keys = (1, 4)
+    session = await DedicatedSession.open(dsn, ConnectionSettings("bench-probe", 5.0, 15.0))
+
+    async def proving(_block: int) -> float:
+        began = time.perf_counter()
+        for _ in range(PROBES):
+            await session.probe(keys)
+        return time.perf_counter() - began
+
+    async def asking(_block: int) -> float:
+        began = time.perf_counter()
+        for _ in range(PROBES):
+            await session.rows("doctor_round_trip")
+        return time.perf_counter() - began
+
+    try:
+        assert await session.take(keys)
+        took = await in_turns({"probe": proving, "select": asking}, PROBE_BLOCKS)
+    finally:
+        await session.close()
+    return Figure(
+        "probe that proves leadership, against SELECT 1",
+        f"{median(took['probe']) / PROBES * 1e6:.0f} µs",
+        f"SELECT 1 {median(took['select']) / PROBES * 1e6:.0f} µs (medians of {PROBE_BLOCKS} blocks of {PROBES})",
+        ratio(took["probe"], took["select"]),
+        1.05,
     )
 
 
@@ -85,11 +120,11 @@ async def hot_standby(dsn: str) -> Figure:
     rng = random.Random(1)
     keys = {"bench.raw_waiter": (2, 1), "bench.our_waiter": (2, 2)}
     took: dict[str, list[float]] = {module: [] for module in keys}
-    waiters = {module: _process(module, dsn, *pair) for module, pair in keys.items()}
+    waiters = {module: process(module, dsn, *pair) for module, pair in keys.items()}
     try:
         for _ in range(KILL_ROUNDS):
             for module, pair in keys.items():
-                took[module].append(await asyncio.to_thread(_kill_round, dsn, waiters[module], pair, rng))
+                took[module].append(await asyncio.to_thread(kill_round, dsn, waiters[module], pair, rng))
     finally:
         for waiter in waiters.values():
             waiter.kill()
@@ -105,8 +140,8 @@ async def hot_standby(dsn: str) -> Figure:
     )
 
 
-def _kill_round(dsn: str, waiter: "subprocess.Popen[str]", pair: tuple[int, int], rng: random.Random) -> float:
-    holder = _process("bench.holder", dsn, *pair)
+def kill_round(dsn: str, waiter: "subprocess.Popen[str]", pair: tuple[int, int], rng: random.Random) -> float:
+    holder = process("bench.holder", dsn, *pair)
     try:
         assert holder.stdout is not None
         assert waiter.stdin is not None
@@ -136,7 +171,7 @@ def _until_parked(dsn: str, pair: tuple[int, int]) -> None:
     raise TimeoutError("the waiter did not park")
 
 
-def _process(module: str, dsn: str, key1: int, key2: int) -> "subprocess.Popen[str]":
+def process(module: str, dsn: str, key1: int, key2: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", module, dsn, str(key1), str(key2)],
         stdin=subprocess.PIPE,

@@ -5,7 +5,7 @@ The same driver, cursor class, connection settings and event loop as ours; the s
 
 import psycopg
 
-from pgleaderlock._conninfo import ConnectionSettings, connect_params
+from pgleaderlock._pg.conninfo import ConnectionSettings, connect_params
 
 __all__ = ["connect_and_try"]
 

@@ -12,7 +12,7 @@ import time
 import psycopg
 
 from bench.raw_start import SETTINGS
-from pgleaderlock._conninfo import connect_params
+from pgleaderlock._pg.conninfo import connect_params
 
 
 async def main(dsn: str, key1: int, key2: int) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import psycopg
 
 from pgleaderlock import LeaderElection, NotLeader, fenced
-from pgleaderlock._engine import Engine
-from pgleaderlock._session import DedicatedSession
+from pgleaderlock._election.engine import Engine
+from pgleaderlock._pg.session import DedicatedSession
 
 WORK_GAP_S = 0.005
 

@@ -1,29 +1,26 @@
 """The figures of the lock server: durable grants a second, alone and beside its peers, and the client's own cycle."""
 
 import asyncio
-import contextlib
-import multiprocessing
-import random
 import resource
 import tempfile
 import time
-from multiprocessing.process import BaseProcess
-from multiprocessing.synchronize import Event
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
 from redis import Redis
 
-from bench.harness import Figure, in_turns, median, percentile, ratio
+from bench import rivals
+from bench.harness import Figure, in_turns, median, ratio
 from bench.peers import Wrk, etcd, lock_server, redis
 from bench.pgbench import one_line, tps
-from pgleaderlock._sql import statement
-from pgleaderlock.client import AsyncLockClient, LockClient
+from pgleaderlock._pg.statements import statement
+from pgleaderlock.client import LockClient
+from pgleaderlock.server.postgres.store import PostgresStore
+from pgleaderlock.server.sqlite.store import SqliteStore
 from pgleaderlock.server.store import Acquire, Granted, Store
-from pgleaderlock.server.store_postgres import PostgresStore
-from pgleaderlock.server.store_sqlite import SqliteStore
 
-__all__ = ["acquire", "cycle", "many_locks", "postgres", "under_attack"]
+__all__ = ["acquire", "cycle", "many_locks", "peers", "postgres"]
 
 CONNECTIONS = 64
 BLOCKS = 4
@@ -37,9 +34,10 @@ FEW = 1_000
 LOAD_CHUNK = 5_000
 PROBES = 2_000
 SETTLED_S = 3.0
-ATTACK_BLOCKS = 4
-ATTACK_REQUESTS = 500
-ATTACK_A_SECOND = 300
+PEER_BLOCKS = 3
+PEER_BLOCK_S = 1.5
+PEER_LIMITS = ((1, True, 1.0), (1, False, 1.0), (CONNECTIONS, True, 0.5), (CONNECTIONS, False, 1.0))
+"""Connections, whether each lock is given back, and how many times the rate of Redis with fencing we want to have."""
 PG_CLIENTS = 64
 PG_BLOCKS = 5
 PG_BLOCK_S = 2
@@ -170,7 +168,7 @@ async def _store_rate(store: Store, prefix: str) -> float:
         turn = 0
         while time.perf_counter() < until:
             turn += 1
-            (outcome,) = await store.apply([Acquire(f"{prefix}-{number}-{turn}", "me", TTL_MS)])
+            (outcome,) = await store.submit([Acquire(f"{prefix}-{number}-{turn}", "me", TTL_MS)])
             assert isinstance(outcome, Granted)
             done += 1
 
@@ -215,6 +213,51 @@ async def cycle(_dsn: str) -> Figure:
     )
 
 
+async def peers(_dsn: str) -> list[Figure]:
+    """Every peer that is as durable as we are, in blocks that alternate: one connection and many, a lock that is taken
+    and given back, and locks that are new. The limits are those against Redis with fencing tokens."""
+    figures = []
+    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
+        store = f"sqlite:///{folder}/locks.db"
+        async with (
+            lock_server(store, "--max-locks", "100000000") as (url, _pid),
+            redis() as redis_port,
+            etcd() as etcd_url,
+        ):
+            sides_of: dict[str, rivals.Rival] = {
+                "ours": rivals.Ours(url),
+                "Redis with fencing": rivals.Redis(redis_port, fenced=True),
+                "Redis without": rivals.Redis(redis_port, fenced=False),
+                "etcd": rivals.Etcd(etcd_url),
+            }
+            for connections, releases, limit in PEER_LIMITS:
+                kind = "cycle" if releases else "fresh"
+                what = "acquire + release cycles" if releases else "fresh acquires"
+                sides = {
+                    name: _peer(each, f"{kind}{connections}", connections, releases) for name, each in sides_of.items()
+                }
+                rates = await in_turns(sides, PEER_BLOCKS)
+                others = ", ".join(f"{name} {median(rates[name]):,.0f}/s" for name in sides_of if name != "ours")
+                figures.append(
+                    Figure(
+                        f"{what}/s over Redis, {connections} connections",
+                        f"{median(rates['ours']):,.0f}/s",
+                        f"{others}; {PEER_BLOCKS} blocks of {PEER_BLOCK_S:g} s",
+                        ratio(rates["ours"], rates["Redis with fencing"]),
+                        limit,
+                        at_least=True,
+                    )
+                )
+    return figures
+
+
+def _peer(each: rivals.Rival, prefix: str, connections: int, releases: bool) -> Callable[[int], Awaitable[float]]:
+    name = type(each).__name__ + ("f" if getattr(each, "_fenced", False) else "")
+    return lambda block: asyncio.to_thread(
+        rivals.rate, each, f"{name}-{prefix}-{block}", connections, PEER_BLOCK_S, releases=releases
+    )
+
+
 async def many_locks(_dsn: str) -> list[Figure]:
     """An acquire beside a thousand stored locks, and beside a million; and what the million cost in memory."""
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
@@ -227,7 +270,7 @@ async def many_locks(_dsn: str) -> list[Figure]:
             for probe in range(PROBES):
                 for name, store in (("few", few), ("many", many)):
                     began = time.perf_counter()
-                    (outcome,) = await store.apply([Acquire(f"probe-{probe * 7919 % PROBES}-{name}", "me", 600_000)])
+                    (outcome,) = await store.submit([Acquire(f"probe-{probe * 7919 % PROBES}-{name}", "me", 600_000)])
                     took[name].append(time.perf_counter() - began)
                     assert isinstance(outcome, Granted)
             grown_mb = (psutil.Process().memory_info().rss - before) / 1e6
@@ -258,86 +301,5 @@ async def _opened(path: Path, locks: int) -> SqliteStore:
     await store.open()
     for begin in range(0, locks, LOAD_CHUNK):
         names = range(begin, min(begin + LOAD_CHUNK, locks))
-        await store.apply([Acquire(f"lock-{number}", "someone", TTL_MS) for number in names])
+        await store.submit([Acquire(f"lock-{number}", "someone", TTL_MS) for number in names])
     return store
-
-
-async def under_attack(_dsn: str) -> Figure:
-    """A healthy client's requests while others send what is no request, against the same in quiet, in turns."""
-    quiet: list[float] = []
-    attacked: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
-        async with lock_server(f"sqlite:///{folder}/locks.db", "--header-timeout", "1s") as (url, _pid):
-            port = int(url.rpartition(":")[2])
-            async with AsyncLockClient(url) as client:
-                for block in range(ATTACK_BLOCKS + 1):
-                    calm = await _healthy(client)
-                    attack = await asyncio.to_thread(_attacker, port, block)
-                    hurt = await _healthy(client)
-                    attack.kill()
-                    await asyncio.to_thread(attack.join)
-                    if block:
-                        quiet += calm
-                        attacked += hurt
-    return Figure(
-        "p99 of a healthy client beside malformed requests over quiet",
-        f"{percentile(attacked, 99) * 1e3:.2f} ms",
-        f"{percentile(quiet, 99) * 1e3:.2f} ms in quiet, {len(quiet):,} requests each, "
-        f"{ATTACK_A_SECOND:,} malformed ones a second",
-        percentile(attacked, 99) / percentile(quiet, 99),
-        2.0,
-    )
-
-
-async def _healthy(client: AsyncLockClient) -> list[float]:
-    took = []
-    for _ in range(ATTACK_REQUESTS):
-        began = time.perf_counter()
-        await client.get("bench")
-        took.append(time.perf_counter() - began)
-        await asyncio.sleep(0.002)  # the pace of a healthy client
-    return took
-
-
-def _attacker(port: int, seed: int) -> BaseProcess:
-    """In a process of its own: else the healthy client would be held up by its own program, and not by the server."""
-    spawn = multiprocessing.get_context("spawn")
-    begun = spawn.Event()
-    process = spawn.Process(target=_attack_for_ever, args=(port, seed, begun), daemon=True)
-    process.start()
-    assert begun.wait(60)
-    return process
-
-
-def _attack_for_ever(port: int, seed: int, begun: Event) -> None:
-    async def attack() -> None:
-        await _malformed(port, b"")
-        begun.set()
-        await _attack(port, random.Random(seed))
-
-    asyncio.run(attack())
-
-
-async def _attack(port: int, rng: random.Random) -> None:
-    """Malformed requests at a steady pace, each on a connection of its own."""
-    sent: set[asyncio.Task[None]] = set()
-    try:
-        while True:
-            task = asyncio.create_task(_malformed(port, rng.randbytes(rng.randint(1, 400))))
-            sent.add(task)
-            task.add_done_callback(sent.discard)
-            await asyncio.sleep(1 / ATTACK_A_SECOND)
-    finally:
-        for task in list(sent):
-            task.cancel()
-
-
-async def _malformed(port: int, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        try:
-            writer.write(b"POST /v1/locks/a/acquire HTTP/1.1\r\n" + data + b"\r\n\r\n")
-            writer.write_eof()
-            await reader.read()
-        finally:
-            writer.close()

@@ -10,7 +10,12 @@ import os
 import signal
 import sys
 
-from pgleaderlock import ConfigurationError, FixedInterval, LeadershipGuard, acquire_leadership_with_retry
+from pgleaderlock import (
+    ConfigurationError,
+    FixedInterval,
+    LeadershipGuard,
+    acquire_leadership_with_retry,
+)
 from pgleaderlock.errors import DatabaseError
 
 DATABASE, LOST = 2, 76

@@ -8,7 +8,12 @@ import os
 import signal
 import sys
 
-from pgleaderlock import CoordinationError, LockNotAcquired, RetryContext, acquire_leadership_with_retry
+from pgleaderlock import (
+    CoordinationError,
+    LockNotAcquired,
+    RetryContext,
+    acquire_leadership_with_retry,
+)
 from pgleaderlock.errors import ConfigurationError, DatabaseError
 
 DATABASE, NOT_WON = 2, 75

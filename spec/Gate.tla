@@ -332,7 +332,7 @@ ServeBump(n) ==
   /\ UNCHANGED <<lock, live, ghost, ses, phase, sight, dl, opens, term, work>>
 
 \* The rule by which a successor may act: `opens_at` in
-\* src/pgleaderlock/_roles.py.
+\* src/pgleaderlock/_election/role.py.
 Way(n, prev, at) ==
   CASE prev.clean \/ Broken = "no_wait" -> "clean"
     [] IsOwn(n, prev)                   -> "own"

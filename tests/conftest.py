@@ -4,17 +4,20 @@
 """
 
 import contextlib
+import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from typing import Protocol
 
 import pytest
 
+from pgleaderlock import LeaderElection
 from pgleaderlock.embedded import EmbeddedPostgres
-from proxy import Proxy
-from servers import throwaway, wait_until_nothing_left
 from support.pgbouncer import PoolMode, pooler
+from support.proxy import Proxy
+from support.servers import throwaway, wait_until_nothing_left
 
 # What runs in the background of a script ignores Ctrl-C, what runs under nohup the end of its terminal; and so would
 # every program that a test starts and signals.
@@ -57,12 +60,36 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Elsewhere, what was not tested is said at the end, where it is read."""
-    skipped = terminalreporter.stats.get("skipped", [])
-    if skipped:
+    """Elsewhere, what was not tested is said at the end, with what it takes to test it: a skip's reason says that.
+
+    So is what a test that passed has left out, in CI too, since no CI can be asked for it: `record_property`.
+    """
+    skipped = Counter(_reason(report) for report in terminalreporter.stats.get("skipped", []))
+    left_out = [
+        str(value)
+        for report in terminalreporter.stats.get("passed", [])
+        for name, value in report.user_properties
+        if name == "not_tested"
+    ]
+    if skipped or left_out:
         terminalreporter.section("NOT TESTED", sep="!", red=True, bold=True)
-        for report in skipped:
-            terminalreporter.line(f"{report.nodeid}\n    {_reason(report)}")
+    for reason, times in skipped.most_common():
+        terminalreporter.line(f"{times} skipped: {reason}")
+    for reason in left_out:
+        terminalreporter.line(f"passed, but {reason}")
+
+
+# -- what a command that runs in this process leaves behind ------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """The commands send the library's log to their own output, for the rest of the process."""
+    log = logging.getLogger("pgleaderlock")
+    before = log.handlers[:], log.propagate, log.level
+    yield
+    log.handlers, log.propagate = before[0], before[1]
+    log.setLevel(before[2])
 
 
 # -- servers ----------------------------------------------------------------------------------------------------------
@@ -143,3 +170,19 @@ def pgbouncer(nothing_left: None) -> Iterator[StartPooler]:
             return poolers.enter_context(pooler(dsn, pool_mode, settings))
 
         yield start
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of elections that uses `hold` runs once per way to hold roles, unless it is about sessions."""
+    if "hold" in metafunc.fixturenames:
+        of_sessions = metafunc.definition.get_closest_marker("of_sessions") is not None
+        metafunc.parametrize("hold", ["session"] if of_sessions else ["session", "lease"], indirect=True)
+
+
+@pytest.fixture
+def hold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the elections of this test hold their roles, unless they say so themselves."""
+    defaults = LeaderElection.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "hold", request.param)
+    return str(request.param)

@@ -36,6 +36,8 @@ TOOLS = {
     "promtool": ("usr/bin/promtool", ("prometheus",)),
     "amtool": ("usr/bin/amtool", ("prometheus-alertmanager",)),
     "chromium": ("usr/lib/chromium/chromium", ("chromium-common", "chromium")),
+    # Renders the Helm chart: its templates are Go's. The version is part of the names; this is Debian 12's.
+    "go": ("usr/lib/go-1.19/bin/go", ("golang-1.19-src", "golang-1.19-go")),
     "redis-server": ("usr/bin/redis-server", ("redis-tools", "redis-server")),
 }
 
@@ -52,8 +54,13 @@ class Tool:
     env: dict[str, str]
 
     def copied_to(self, folder: Path) -> "Tool":
-        """The same tool in another place, for an account that cannot reach this one."""
-        shutil.copytree(ROOT, folder, symlinks=True)
+        """The program and its libraries in another place, for an account that cannot reach this one."""
+        listed = re.findall(r"=> (/\S+)", _output(["ldd", str(self.path)], env=self.env))
+        libraries = [Path(path) for path in listed if Path(path).is_relative_to(ROOT)]
+        for path in (self.path, *libraries):
+            copy = folder / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, copy)
         return Tool(folder / self.path.relative_to(ROOT), _environment(folder))
 
 

@@ -1,7 +1,9 @@
 """The pictures of docs/dashboard.md, taken in Debian's Chromium of pages with made-up figures: `make screenshots`.
 
-Also measures what is only worth printing: how soon a page of a thousand roles and a hundred thousand terms is painted,
-how many elements it has, and how much memory it takes while somebody scrolls through it (`--measure`, no pictures).
+`--states FOLDER` takes every page in three widths and two colour schemes, and the page of the leaders in every state of
+a role: to be looked at, not kept. `--measure` takes no pictures and prints how soon a page of a thousand
+roles and a hundred thousand terms is painted, how many elements it has, and how much memory it takes while somebody
+scrolls through it.
 
 Imports the tests' browser and stand-in: run it with the folder `tests` on the path, as the Makefile does.
 """
@@ -17,7 +19,7 @@ import psycopg
 from playwright.sync_api import Browser, Page
 
 from support.browser import browsing, until, watched
-from support.dashboard_stand_in import StandIn, event, leader, lock, node, now_ms, stand_in, term
+from support.dashboard_stand_in import StandIn, event, incident, leader, lock, node, now_ms, stand_in, term
 from support.dashboards import Book, dashboard, ledger
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -35,9 +37,7 @@ NODES = ("eu-west-1a", "eu-west-1b", "eu-west-1c", "eu-west-1d")
 PICTURES: dict[str, tuple[str, tuple[int, int], str]] = {
     "leaders-light": ("/", (1280, 860), "light"),
     "leaders-dark": ("/", (1280, 860), "dark"),
-    "leaders-narrow-light": ("/", (360, 780), "light"),
     "leaders-narrow-dark": ("/", (360, 780), "dark"),
-    "leaders-wide-light": ("/", (2560, 1000), "light"),
     "leaders-wide-dark": ("/", (2560, 1000), "dark"),
     "history-light": ("/history", (1280, 620), "light"),
     "events-dark": ("/events", (1280, 620), "dark"),
@@ -47,6 +47,76 @@ PICTURES: dict[str, tuple[str, tuple[int, int], str]] = {
     "timeline-light": ("/", (1280, 560), "light"),
     "stale-light": ("/", (1280, 420), "light"),
 }
+
+SIZES = ((360, 780), (1280, 860), (2560, 1000))
+SCHEMES = ("light", "dark")
+PAGES = ("/history", "/incidents", "/events", "/nodes", "/locks")
+# How the words of `history` read for each state: why nobody may act, and what to run next.
+STATES: dict[str, tuple[str, str]] = {
+    "nobody": ("eu-west-1b was lost; no node that would lead is alive", "pgleaderlock nodes"),
+    "drained": (
+        "eu-west-1c gave it up; drained, and not competing: eu-west-1a, eu-west-1b, eu-west-1c and others",
+        "pgleaderlock drain --resume eu-west-1a",
+    ),
+    "retired": (
+        "eu-west-1c gave it up; no live node competes for it: start one, or forget the role",
+        "pgleaderlock roles forget webhook-retry",
+    ),
+    "work_failed": ("eu-west-1c leads, and is idle: its work has failed", "pgleaderlock step-down webhook-retry"),
+    "late": ("eu-west-1c was not heard in time: its gate is shut until it is heard again", "pgleaderlock nodes"),
+    "draining": (
+        "eu-west-1c gives it up: no new work, and it waits for the end of what is in flight",
+        "pgleaderlock nodes",
+    ),
+    "vetoed": ("eu-west-1c leads, and its application holds the gate shut", "pgleaderlock step-down webhook-retry"),
+    "waiting": (
+        "eu-west-1c leads, and waits until eu-west-1b can no longer act",
+        "pgleaderlock history webhook-retry",
+    ),
+    "acting": ("", ""),
+    "stale": ("", ""),
+    "empty": ("", ""),
+}
+UNKNOWN = "document.getElementById('state').textContent.startsWith('Unknown')"
+UNLED = {"nobody", "drained", "retired"}
+
+
+def in_state(board: StandIn, name: str) -> None:
+    """Every role is in this state."""
+    night(board)
+    why, command = STATES[name]
+    state = {**dict.fromkeys(UNLED, "nobody"), "stale": "acting"}.get(name, name)
+    rows, board.leaders = board.leaders, []
+    for row in [] if name == "empty" else rows:
+        words: dict[str, Any] = {"state": state, "last_change": row["last_change"], "epoch": row["epoch"]}
+        words |= {"why": why or None, "command": command or None} if why else {}
+        words |= {"heartbeat": "late", "heartbeat_age_ms": 11_400} if state == "late" else {}
+        board.leaders.append(leader(row["role"], None if name in UNLED else "eu-west-1c", **words))
+    if name == "empty":
+        board.nodes, board.events, board.incidents, board.locks, board.terms = [], [], [], [], {}
+
+
+def take_states(browser: Browser, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = [(name, "/") for name in STATES] + [("night", path) for path in ("/", *PAGES)]
+    pages += [("empty", path) for path in PAGES]
+    for name, path in pages:
+        for width, height in SIZES:
+            for scheme in SCHEMES:
+                with stand_in() as board:
+                    night(board) if name == "night" else in_state(board, name)
+                    size: Any = {"width": width, "height": height}
+                    options: Any = {"viewport": size, "color_scheme": scheme}
+                    with watched(browser, board.url, may_fail=True, **options) as page:
+                        page.goto(path)
+                        if path != "/incidents":  # which shows the moment when it was loaded
+                            until(page, "document.body.dataset.live === 'live'")
+                        if path != "/incidents" and name != "empty":
+                            settled(page)
+                        if name == "stale":
+                            board.cut()
+                            until(page, UNKNOWN)
+                        page.screenshot(path=folder / f"{path[1:] or 'leaders'}-{name}-{width}-{scheme}.png")
 
 
 def night(board: StandIn) -> None:
@@ -76,12 +146,18 @@ def night(board: StandIn) -> None:
     _trouble(board, now)
     for place, name in enumerate(NODES):
         led = sum(row["leader"] == name for row in board.leaders)
-        more: dict[str, Any] = {"roles": led, "host": f"ip-10-0-{place}-17", "started_ms": restart + place * 30_000}
+        more: dict[str, Any] = {
+            "roles": led,
+            "wants": len(ROLES),
+            "host": f"ip-10-0-{place}-17",
+            "started_ms": restart + place * 30_000,
+        }
         more["heartbeat_age_ms"] = 11_400 if name == "eu-west-1d" else 180 + 210 * place
         if name == "eu-west-1b":
             more |= {"live": False, "heartbeat_age_ms": now - crash, "started_ms": now - 70 * HOUR_MS}
         board.nodes.append(node(name, 41 + place, **more))
     _events(board, crash, restart)
+    _incidents(board, crash, restart)
     _locks(board, chance)
 
 
@@ -91,10 +167,18 @@ def _trouble(board: StandIn, now: int) -> None:
     gone = board.terms["thumbnailer"][0]
     gone |= {"ended_ms": ended, "reason": "lost"}
     nobody = {"at_ms": ended, "kind": "lost", "reason": None}
-    rows["thumbnailer"] |= leader("thumbnailer", None, epoch=gone["epoch"], last_change=nobody)
+    why = f"{gone['node_id']} was lost; the live nodes that compete for it do not take it"
+    lost: dict[str, Any] = {"last_change": nobody, "why": why, "state_since_ms": ended}
+    rows["thumbnailer"] |= leader("thumbnailer", None, epoch=gone["epoch"], **lost)
     for row in board.leaders:
         if row["leader"] == "eu-west-1d":
-            row |= {"heartbeat": "late", "heartbeat_age_ms": 11_400, "gate": "shut"}
+            why, command = STATES["late"]
+            words: dict[str, Any] = {"why": why.replace("eu-west-1c", "eu-west-1d"), "command": command}
+            late = leader(row["role"], "eu-west-1d", heartbeat="late", **words)
+            row |= {"heartbeat_age_ms": 11_400, "state_since_ms": now - 6_400}
+            row |= {
+                name: late[name] for name in ("heartbeat", "gate", "state", "label", "mood", "rank", "why", "command")
+            }
         elif row["leader"] is not None:
             row["heartbeat_age_ms"] = 180 + 210 * NODES.index(row["leader"])
 
@@ -118,6 +202,21 @@ def _events(board: StandIn, crash: int, restart: int) -> None:
     for place, each in enumerate(found):
         each["event_id"] = 5000 - place
     board.events = found
+
+
+def _incidents(board: StandIn, crash: int, restart: int) -> None:
+    lost = [role for role, terms in board.terms.items() if any(each["ended_ms"] == crash for each in terms)]
+    others = [name for name in NODES if name != "eu-west-1b"]
+    board.incidents = [
+        incident(
+            "eu-west-1d", "thumbnailer", began_ms=now_ms() - 95_000, ended_ms=None, without_leader=["thumbnailer"]
+        ),
+        incident("eu-west-1b", *lost, began_ms=crash, ended_ms=crash + 41_000, longest_ms=41_000, taken_over_by=others),
+        *(
+            incident(name, *ROLES[place::4], reason="released", began_ms=restart + place * 30_000, longest_ms=380)
+            for place, name in enumerate(NODES)
+        ),
+    ]
 
 
 def _locks(board: StandIn, chance: random.Random) -> None:
@@ -176,7 +275,7 @@ def take(browser: Browser, names: list[str]) -> None:
                     _zoomed(page)
                 if name.startswith("stale"):
                     board.cut()
-                    until(page, "document.body.dataset.live === 'stale'")
+                    until(page, UNKNOWN)
                 page.screenshot(path=IMAGES / f"{name}.png")
                 sys.stdout.write(f"{IMAGES / name}.png\n")
 
@@ -256,9 +355,12 @@ def main() -> int:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("pictures", nargs="*", choices=[*PICTURES, []], help="only these")
     asked.add_argument("--measure", action="store_true", help="print figures instead of taking pictures")
+    asked.add_argument("--states", type=Path, metavar="FOLDER", help="every page in every state and size, into FOLDER")
     given = asked.parse_args()
     with browsing() as browser:
-        if given.measure:
+        if given.states is not None:
+            take_states(browser, given.states)
+        elif given.measure:
             measure(browser)
         else:
             take(browser, given.pictures or list(PICTURES))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws the transition table into docs/state-machine.md, between the two markers there.
 
-The table in `pgleaderlock._fsm` is the only source: a diagram drawn by hand would be wrong after the next change.
+The table in `pgleaderlock._lock.fsm` is the only source: a diagram drawn by hand would be wrong after the next change.
 With `--check` nothing is written, and the exit code is 1 if the page is stale.
 
 Imports pgleaderlock and the standard library.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pgleaderlock._fsm import TABLE, Row
+from pgleaderlock._lock.fsm import TABLE, Row, Rules
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "state-machine.md"
 BEGIN = "<!-- begin: drawn by tools/state_diagram.py from the table, do not edit -->"
@@ -20,7 +20,7 @@ END = "<!-- end: drawn by tools/state_diagram.py -->"
 
 def rules(row: Row) -> str:
     """When a row applies, in words; empty if always."""
-    named = {"auto_reacquire": row.auto_reacquire, "grace": row.grace, "stopping": row.stopping}
+    named = {name: getattr(row, name) for name in Rules.__dataclass_fields__}
     return ", ".join(name if value else f"not {name}" for name, value in named.items() if value is not None)
 
 

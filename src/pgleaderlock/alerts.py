@@ -3,26 +3,71 @@
 Nothing here sends anything: Prometheus decides, Alertmanager tells people. `notify` becomes labels by which
 Alertmanager chooses: `pagerduty` is `notify_pagerduty="default"`, `slack:#ops` is `notify_slack="#ops"`.
 
-Imports `_metric_table`, `config`, `errors` and the standard library. It must never write a rule whose condition names
-a metric that does not exist without saying so: such an alert would be silent for ever.
+It must never write a rule whose condition names a metric that does not exist without a warning: such an alert can
+never fire.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pgleaderlock._metric_table import PREFIX, metric_names, unknown_names, words_outside_strings
+from pgleaderlock._config.load import defaults, timing_of
+from pgleaderlock._config.schema import ELECTION
+from pgleaderlock._election.metric_table import (
+    BUCKETS_S,
+    MS_NAMES,
+    PREFIX,
+    metric_names,
+    unknown_names,
+    words_outside_strings,
+)
 from pgleaderlock.config import AlertRule
 from pgleaderlock.errors import ConfigurationError
+from pgleaderlock.keys import DEFAULT_NAMESPACE
 
-__all__ = ["Alert", "Expected", "default_alerts", "from_rule", "merged", "rules_yaml", "translated"]
+__all__ = ["Alert", "Expected", "default_alerts", "from_rule", "merged", "misread", "rules_yaml", "translated"]
 
 FOREIGN_PREFIX = "forge_leader_"
 GROUP = "pgleaderlock"
 # How long a role is remembered after the last node that knew it has gone, unless it is named.
 MEMORY_S = 3_600.0
+# Where people read what to do. Another place: `--runbooks`.
+RUNBOOKS = "docs/runbooks.md"
+_INFO = f"{PREFIX}node_info"
+# The labels of a role, of a node, and of what one node says of one role.
+_ROLE = "job, namespace, role"
+_NODE = "job, namespace, instance, node"
+_SERIES = "job, instance, role"
+_DEFAULT = timing_of(defaults(ELECTION))
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)|(?P<open>[({\[])|(?P<close>[)}\]])|(?P<sign>[=!]~|[=!<>]=|[-=<>+*/%^,@])"""
+    r"""|(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|`[^`]*`)|(?P<word>[\w:.]+)""",
+    re.ASCII,
+)
+_CLOSES = {")": "(", "}": "{", "]": "["}
+# After these words and signs something has to follow.
+_BINARY = frozenset(
+    (
+        "==",
+        "!=",
+        "<=",
+        ">=",
+        "=~",
+        "!~",
+        "and",
+        "or",
+        "unless",
+        "on",
+        "ignoring",
+        "by",
+        "without",
+        "offset",
+        "bool",
+        *"+-*/%^=<>,@",
+    )
+)
 _CHANNEL = re.compile(r"([a-z][a-z0-9_]*)(?::(.+))?")
 
 
@@ -38,7 +83,8 @@ class Alert:
     description: str
     notify: dict[str, str] = field(default_factory=dict)
     """Where to: the kind of receiver, and which one of that kind."""
-    labels: dict[str, str] = field(default_factory=dict)
+    has_runbook: bool = True
+    """Whether docs/runbooks.md has a section for it. Your own alerts have none there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +92,20 @@ class Expected:
     """What is normal here. The thresholds follow from it."""
 
     scrape_interval_s: float = 15.0
-    heartbeat_interval_s: float = 3.0
-    late_threshold_s: float = 6.0
-    """G: so long a heartbeat keeps the gate open."""
-    session_lease_s: float = 7.0
-    """T: so long a successor waits for a leader that was lost."""
+    heartbeat_interval_s: float = _DEFAULT.heartbeat_interval_s
+    late_threshold_s: float = _DEFAULT.gate_s
+    """G: how long a heartbeat keeps the gate open."""
+    session_lease_s: float = _DEFAULT.lease_s
+    """T: the longest that a successor waits for a leader that was lost."""
     failovers_max: int = 3
     failover_window_s: float = 900.0
     drain_s: float = 60.0
     roles: tuple[str, ...] = ()
     """Roles that must have a leader whether or not any node has ever been seen."""
+    namespace: str = DEFAULT_NAMESPACE
+    """Of those roles."""
+    job: str | None = None
+    """Under which their nodes are scraped. None: a node of any job will do."""
 
     def __post_init__(self) -> None:
         for name in ("scrape_interval_s", "heartbeat_interval_s", "failover_window_s", "drain_s"):
@@ -69,7 +119,7 @@ def default_alerts(expected: Expected | None = None) -> tuple[Alert, ...]:
     """No leader, two leaders, frequent failovers, a late heartbeat, no session, a stuck drain."""
     usual = expected or Expected()
     return (
-        *_no_leader(usual),
+        _no_leader(usual),
         _two_leaders(usual),
         _frequent_failovers(usual),
         _late_heartbeat(usual),
@@ -78,45 +128,39 @@ def default_alerts(expected: Expected | None = None) -> tuple[Alert, ...]:
     )
 
 
-def _no_leader(usual: Expected) -> Iterator[Alert]:
-    # A failover is over after T and the next scrape, and what the scrape before has shown is one interval older still.
+def _no_leader(usual: Expected) -> Alert:
+    # A failover takes T and ends with the next scrape; the last scrape before it may be one interval older.
     for_s = math.ceil(usual.session_lease_s + 2 * usual.scrape_interval_s) + 1
-    text = "No gate of this role has been open for longer than a failover takes: its work does not get done."
-    known = f"{{role!~{_quoted(_any_of(usual.roles))}}}" if usual.roles else ""
-    nobody = f"max by (job, role) ({PREFIX}gate_open{known}) == 0"
-    # When the last node has gone, so have its series: who has led until an hour ago is known from the past.
+    nobody = f"max by ({_ROLE}) ({_named('gate_open')}) == 0"
+    # When the last node has gone, so have its series: roles of the last hour are known from the past.
     all_gone = (
-        f"(max by (job, role) (last_over_time({PREFIX}gate_open{known}[{duration(MEMORY_S)}])) * 0"
-        f" unless on (job) count by (job) ({PREFIX}gate_open))"
+        f"(max by ({_ROLE}) (last_over_time({_INFO}[{duration(MEMORY_S)}])) * 0"
+        f" unless on (job, namespace) count by (job, namespace) ({_INFO}))"
     )
-    yield Alert(
+    # Named ones are missed without a limit. In the same rule, because with a job they have the labels of the others:
+    # two rules must not write one series.
+    of_ours = {"job": usual.job, "namespace": usual.namespace}
+    never = [f"absent({_INFO}{{{_matchers({**of_ours, 'role': role})}}})" for role in usual.roles]
+    return Alert(
         "PgleaderlockNoLeader",
-        f"({nobody}) or {all_gone}",
+        " or ".join([f"({nobody})", all_gone, *never]),
         for_s,
         "critical",
         "Nobody leads {{ $labels.role }}",
-        text,
+        "No gate of this role has been open for longer than a failover takes: its work does not get done.",
     )
-    for role in usual.roles:
-        yield Alert(
-            "PgleaderlockNoLeader",
-            f"absent({PREFIX}gate_open{{role={_quoted(role)}}} == 1)",
-            for_s,
-            "critical",
-            f"Nobody leads {_literal(role)}",
-            text,
-            labels={"role": _literal(role)},
-        )
 
 
 def _two_leaders(usual: Expected) -> Alert:
+    gates = _named("gate_open")
     return Alert(
         "PgleaderlockTwoLeaders",
-        f"sum by (job, role) ({PREFIX}gate_open) > 1",
+        # One alert for each of the nodes that act.
+        f"({gates} == 1) * on ({_ROLE}) group_left () (sum by ({_ROLE}) ({gates}) > 1)",
         # Nodes are scraped one after the other: for one interval a handover looks like two leaders.
         2 * usual.scrape_interval_s,
         "critical",
-        "{{ $value }} nodes act for {{ $labels.role }}",
+        "{{ $value }} nodes act for {{ $labels.role }}, {{ $labels.node }} is one of them",
         "More than one gate of this role is open. One database cannot do that: look for a second primary, a second "
         "database, or two applications under one job.",
     )
@@ -124,13 +168,24 @@ def _two_leaders(usual: Expected) -> Alert:
 
 def _frequent_failovers(usual: Expected) -> Alert:
     window = duration(usual.failover_window_s)
+    # Also of nodes that have died since. One of each: an address may have belonged to several nodes meanwhile.
+    names = f"topk by ({_SERIES}) (1, last_over_time({_INFO}[{window}]))"
+
+    def too_many(series: str, labels: str = _ROLE) -> str:
+        found = f"increase({PREFIX}{series}[{window}]) * on ({_SERIES}) group_left (node, namespace) {names}"
+        # Half of one more: increase() extrapolates beyond the samples that it has.
+        return f"(sum by ({labels}) ({found}) > {usual.failovers_max + 0.5})"
+
+    lost = 'lost_total{reason="lost"}'
+    by_one_node, by_several = too_many(lost, f"{_ROLE}, node"), too_many(lost)
     return Alert(
         "PgleaderlockFrequentFailovers",
-        # Half a one more: increase() guesses what happened before and after the samples that it has.
-        f"sum by (job, role) (increase({PREFIX}failovers_total[{window}])) > {usual.failovers_max + 0.5}",
+        # A node that follows itself is no failover, but has lost a term. Not added up: many a loss is both. The node is
+        # named if it is one and the same that loses it.
+        f" or on ({_ROLE}) ".join([by_one_node, too_many("failovers_total"), by_several]),
         0.0,
         "warning",
-        "{{ $labels.role }} changes hands too often",
+        "{{ $labels.role }} changes hands too often{{ with $labels.node }}: {{ . }} loses it{{ end }}",
         f"More than {usual.failovers_max} leaders of this role were lost within {window}: they crash, are killed, or "
         "cannot keep their session.",
     )
@@ -139,68 +194,113 @@ def _frequent_failovers(usual: Expected) -> Alert:
 def _late_heartbeat(usual: Expected) -> Alert:
     window_s = 4 * usual.scrape_interval_s
     # Healthy ages end at the interval, and at G the gate shuts: half way between them is late, and still in time.
-    limit_ms = (usual.heartbeat_interval_s + usual.late_threshold_s) / 2 * 1_000
+    limit_s = (usual.heartbeat_interval_s + usual.late_threshold_s) / 2
+    oldest = f"max_over_time({PREFIX}heartbeat_age_seconds[{duration(window_s)}])"
     return Alert(
         "PgleaderlockHeartbeatLate",
-        f"max by (job, instance) (max_over_time({PREFIX}heartbeat_age_ms[{duration(window_s)}])) > {limit_ms:g}",
-        # Longer than the window: one that was late by itself rouses nobody.
+        f"max by ({_NODE}) ({_joined(oldest)}) > {limit_s:g}",
+        # Longer than the window: a single late heartbeat is no alert.
         window_s + 2 * usual.scrape_interval_s,
         "warning",
-        "Heartbeats of {{ $labels.instance }} are late",
+        "Heartbeats of {{ $labels.node }} are late",
         f"The database acknowledges heartbeats late, again and again. At {usual.late_threshold_s:g} s the gate shuts: "
         "look at the database's load, the network, and the node's own CPU.",
     )
 
 
 def _no_session(usual: Expected) -> Alert:
+    competes = f'({PREFIX}state{{state="follower"}} == 1)'
     return Alert(
         "PgleaderlockNoSession",
-        f'count by (job, instance) ({PREFIX}state{{state="follower"}} == 1)'
-        f" unless count by (job, instance) ({PREFIX}heartbeat_age_ms)",
+        f"count by ({_NODE}) ({_joined(competes)}) unless count by ({_NODE}) ({_named('heartbeat_age_seconds')})",
         4 * usual.scrape_interval_s,
         "warning",
-        "{{ $labels.instance }} has no session with the database",
-        "This node runs, and can neither lead nor take over: it does not reach the database, or is refused. Its log "
-        "says why.",
+        "{{ $labels.node }} has no session with the database",
+        "This node runs, and can neither lead nor take over any of its {{ $value }} roles: it does not reach the "
+        "database, or is refused. Its log says why.",
     )
 
 
 def _stuck_drain(usual: Expected) -> Alert:
     return Alert(
         "PgleaderlockDrainStuck",
-        f"max by (job, instance, role) ({PREFIX}draining) == 1",
+        f"max by (role, {_NODE}) ({_named('draining')}) == 1",
         usual.drain_s,
         "warning",
-        "{{ $labels.instance }} cannot give {{ $labels.role }} up",
-        "Work in flight does not end, so that the lock is not released and nobody else can lead. A drain with a "
-        "timeout would end it.",
+        "{{ $labels.node }} cannot give {{ $labels.role }} up",
+        "Work in flight does not end, so that the lock is not released and nobody else can lead. `pgleaderlock drain "
+        "--work-timeout 30s {{ $labels.node }}` would end it.",
     )
 
 
-# -- [[alerts]] -------------------------------------------------------------------------------------------------------
+def _named(metric: str) -> str:
+    return _joined(PREFIX + metric)
+
+
+def _joined(series: str) -> str:
+    """The series, with the names of its node and namespace. A role is measured once per instance: one of each."""
+    return f"{series} * on ({_SERIES}) group_left (node, namespace) {_INFO}"
+
+
+# --- The sections [[alerts]] of a configuration
+
+
+def misread(condition: str) -> str | None:
+    """What Prometheus would refuse in a condition, as far as that can be told from its characters; None if nothing.
+
+    It is no parser: only `promtool check rules` knows functions, types and the order of words.
+    """
+    open_: list[str] = []
+    last = ""
+    at = 0
+    while at < len(condition):
+        found = _TOKEN.match(condition, at)
+        if found is None:
+            char = condition[at]
+            return f"the quote {char} is not closed" if char in "\"'`" else f"{char!r} means nothing in PromQL"
+        at, kind, text = found.end(), found.lastgroup, found[0]
+        if kind == "space":
+            continue
+        if kind == "open":
+            open_.append(text)
+        elif kind == "close" and (not open_ or _CLOSES[text] != open_.pop()):
+            return f"{text} closes nothing"
+        elif text == "=" and (not open_ or open_[-1] != "{"):
+            return "= compares labels only: values are compared by =="
+        last = text
+    if open_:
+        return f"{open_[-1]} is not closed"
+    if not last:
+        return "it is empty"
+    return f"something is missing after {last}" if last in _BINARY else None
 
 
 def translated(condition: str) -> tuple[str, list[str]]:
-    """The condition in our names, and what there is to say about it."""
+    """The condition with our metrics' names, and notes about what was changed or is unknown."""
     notes: list[str] = []
     parts, at = [], 0
     for word in words_outside_strings(condition):
         if word[2].startswith(FOREIGN_PREFIX):
-            ours = PREFIX + word[2].removeprefix(FOREIGN_PREFIX)
-            notes.append(f"{word[2]} is written as {ours}")
-            parts += [condition[at : word.start(2)], ours]
+            name = PREFIX + word[2].removeprefix(FOREIGN_PREFIX)
+            notes.append(f"{word[2]} is written as {name}")
+            parts += [condition[at : word.start(2)], name]
             at = word.end(2)
     found = "".join([*parts, condition[at:]])
     known = ", ".join(sorted(name.removeprefix(PREFIX) for name in metric_names()))
-    notes += [
-        f"{name} is no metric of ours, so this alert can never fire: after {PREFIX} comes one of {known}"
-        for name in unknown_names(found)
-    ]
+    for name in unknown_names(found):
+        ours = MS_NAMES.get(re.sub("(_ms)_(?:bucket|sum|count)$", r"\1", name))
+        notes.append(
+            f"{name} is no metric of ours, so this alert can never fire: after {PREFIX} comes one of {known}"
+            if ours is None
+            else f"{name} exists only where rules of `alerts export --ms-names` record it: nodes export {ours}"
+        )
     return found, list(dict.fromkeys(notes))
 
 
 def from_rule(rule: AlertRule) -> tuple[Alert, list[str]]:
-    """The alert of one `[[alerts]]`, and what there is to say about it."""
+    """The alert of one `[[alerts]]`, and notes about its condition."""
+    if mistake := misread(rule.condition):
+        raise ConfigurationError(f"{_where(rule)}: Prometheus would refuse the condition: {mistake}")
     condition, notes = translated(rule.condition)
     alert = Alert(
         rule.name,
@@ -210,12 +310,13 @@ def from_rule(rule: AlertRule) -> tuple[Alert, list[str]]:
         _literal(rule.name.replace("_", " ")),
         _literal(f"The condition holds: {condition}"),
         notify=_receivers(rule),
+        has_runbook=False,
     )
     return alert, [f"{_where(rule)}: {note}" for note in notes]
 
 
 def merged(defaults: Iterable[Alert], own: Iterable[Alert]) -> tuple[Alert, ...]:
-    """The defaults, then one's own; one of the same name takes the place of the default."""
+    """The defaults, then the user's own; one of the same name takes the place of the default."""
     own = tuple(own)
     taken = {alert.name for alert in own}
     return (*(alert for alert in defaults if alert.name not in taken), *own)
@@ -243,16 +344,20 @@ def _where(rule: AlertRule) -> str:
     return f"alert {rule.name!r}" + (f" in line {rule.line}" if rule.line is not None else "")
 
 
-# -- written for Prometheus -------------------------------------------------------------------------------------------
+# --- Written for Prometheus
 
 
-def rules_yaml(alerts: Iterable[Alert]) -> str:
-    """A file for `rule_files:` of prometheus.yml."""
+def rules_yaml(alerts: Iterable[Alert], *, runbooks: str = RUNBOOKS, ms_names: bool = False) -> str:
+    """A file for `rule_files:` of prometheus.yml.
+
+    runbooks: the page with a section for each default alert, to which their annotation `runbook_url` points.
+    ms_names: record the durations in milliseconds, too, under the names that end in `_ms`.
+    """
     lines = ["groups:", f"  - name: {_scalar(GROUP)}", "    rules:"]
     count = 0
     for alert in alerts:
         count += 1
-        labels = {**alert.labels, "severity": alert.severity}
+        labels = {"severity": alert.severity}
         labels |= {f"notify_{kind}": which for kind, which in alert.notify.items()}
         lines += [
             f"      - alert: {_scalar(alert.name)}",
@@ -263,10 +368,30 @@ def rules_yaml(alerts: Iterable[Alert]) -> str:
             "        annotations:",
             f"          summary: {_scalar(alert.summary)}",
             f"          description: {_scalar(alert.description)}",
+            *([f"          runbook_url: {_scalar(f'{runbooks}#{alert.name.lower()}')}"] if alert.has_runbook else []),
         ]
     if not count:
         lines[-1] += " []"
+    if ms_names:
+        lines += [f"  - name: {_scalar(f'{GROUP}-ms')}", "    rules:"]
+        for name, condition in _ms_rules():
+            lines += [f"      - record: {name}", f"        expr: {_scalar(condition)}"]
     return "\n".join([*lines, ""])
+
+
+def _ms_rules() -> Iterator[tuple[str, str]]:
+    """The durations of the table in milliseconds: the name, and the expression for it."""
+    for name, ours in MS_NAMES.items():
+        bounds_s = BUCKETS_S.get(ours)
+        if bounds_s is None:
+            yield name, f"{ours} * 1000"
+            continue
+        yield f"{name}_sum", f"{ours}_sum * 1000"
+        yield f"{name}_count", f"{ours}_count"
+        # A bucket's bound is a label: text, which only a rule for each of them can change.
+        for bound_s in (*bounds_s, math.inf):
+            old, new = ("+Inf" if bound == math.inf else str(bound) for bound in (bound_s, bound_s * 1_000))
+            yield f"{name}_bucket", f'label_replace({ours}_bucket{{le="{old}"}}, "le", "{new}", "", "")'
 
 
 def duration(seconds: float) -> str:
@@ -279,7 +404,7 @@ def duration(seconds: float) -> str:
 
 
 def _scalar(text: str) -> str:
-    """A string in YAML. JSON's quotes are YAML's; what YAML does not allow unwritten is written as an escape."""
+    """A string in YAML: quoted as in JSON, and with escapes for characters that YAML does not allow."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
 
@@ -289,9 +414,8 @@ def _quoted(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
-def _any_of(names: Sequence[str]) -> str:
-    """A regular expression (RE2) for these names."""
-    return "|".join(re.sub(r"([\\.+*?()|\[\]{}^$])", r"\\\1", name) for name in names)
+def _matchers(labels: Mapping[str, str | None]) -> str:
+    return ",".join(f"{name}={_quoted(value)}" for name, value in labels.items() if value is not None)
 
 
 def _literal(text: str) -> str:

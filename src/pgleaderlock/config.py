@@ -1,4 +1,4 @@
-"""Settings as people write them: a file, the environment and flags become one checked whole.
+"""Settings as people write them: a file, the environment and flags become one checked `Config`.
 
     config = Config.load()                      # ./pgleaderlock.toml, or $PGLEADERLOCK_CONFIG
     LeaderElection.from_config(config)
@@ -6,12 +6,11 @@
 A flag wins over the environment, that over the file, that over the default; each value knows where it came from. All
 mistakes are reported at once, each with its line and its remedy, before anything is opened.
 
-Imports the `_config_*` modules, `_conninfo`, psycopg's parser and the standard library. It knows
-nothing of the election that is made of it, and must never show a password.
+It must never show a password.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,28 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgleaderlock._config_duration import format_duration, parse_duration_s, positive_s
-from pgleaderlock._config_file import ConfigFileError, FileUnreadable, Problem, TomlFile, read_toml
-from pgleaderlock._config_read import (
+from pgleaderlock._config.durations import format_duration, parse_duration_s, positive_s
+from pgleaderlock._config.load import (
     DEFAULT,
     AlertRule,
     Contents,
     Origin,
     RoleSettings,
     Value,
+    advice,
+    check,
+    defaults,
     from_file,
     from_flags,
     from_variables,
+    role_of_environment,
+    role_pair,
+    timing_of,
 )
-from pgleaderlock._config_rules import check, gate_under_lease_s, role_pair, statement_timeout_s, thresholds
-from pgleaderlock._config_schema import ELECTION, ROLE, Setting, json_schema
-from pgleaderlock._conninfo import Dsn, resolve
-from pgleaderlock._election_settings import role_of_environment
+from pgleaderlock._config.schema import ELECTION, ROLE, SWITCH, Setting, json_schema
+from pgleaderlock._config.timing import gate_under_lease_s
+from pgleaderlock._config.toml import ConfigFileError, FileUnreadable, Problem, TomlFile, read_toml
+from pgleaderlock._pg.conninfo import Dsn, resolve, whole_ms
 from pgleaderlock.keys import bigint_from_key_pair, key_pair
 
 __all__ = [
@@ -95,19 +99,25 @@ class Config:
         by_variable, key = from_variables(env)
         by_flag = from_flags(flags or {})
         problems = [*by_flag.problems, *by_variable.problems, *contents.problems]
-        values = {setting.key: Value(setting, setting.default) for setting in ELECTION}
-        values |= contents.election | by_variable.election | by_flag.election
+        values = defaults(ELECTION) | contents.election | by_variable.election | by_flag.election
         sections = contents.roles if roles is None else _named(roles, contents.roles, problems)
         keyed = _keyed(sections, key, problems).values()
         taking_part = tuple(role for role in keyed if role.enabled.value)
         problems += check(values, taking_part, by_flag.broken | by_variable.broken | contents.broken)
         if problems:
-            # Those of one source in the order of its lines, as whoever corrects them goes through it.
+            # Those of the file in the order of its lines.
             raise ConfigFileError(sorted(problems, key=lambda problem: problem.line or 0))
         names = {role.name for role in taking_part}
         switched_off = tuple(role for role in contents.roles.values() if role.name not in names)
-        config = cls(found_at, values, taking_part, tuple(contents.alerts), (), env.get("PGOPTIONS", ""), switched_off)
-        return replace(config, warnings=tuple(_warnings(config, file)), values=_completed(values))
+        return cls(
+            path=found_at,
+            values=_completed(values),
+            role_settings=taking_part,
+            alerts=tuple(contents.alerts),
+            warnings=(*_readable_password(values["dsn"], file), *advice(values)),
+            _startup_options=env.get("PGOPTIONS", ""),
+            _switched_off=switched_off,
+        )
 
     def __getitem__(self, key: str) -> Any:
         """The value of a setting of `[cluster.leader_election]`; None where there is none."""
@@ -128,15 +138,11 @@ class Config:
 
     def election_options(self) -> dict[str, Any]:
         """The other keywords of `LeaderElection`: what was given, and what follows from it. Defaults stay its own."""
-        options = {
-            value.setting.option: value.value
+        return {
+            # TOML has no null: false stands for None where a setting is no switch.
+            value.setting.option: None if value.value is False and value.setting.kind is not SWITCH else value.value
             for value in self.values.values()
             if value.setting.option not in ("", "dsn") and value.origin != DEFAULT
-        }
-        # TOML has no word for nothing: false stands for it where a setting is no switch.
-        return {
-            option: None if value is False and option in ("listen_channel", "retention_s") else value
-            for option, value in options.items()
         }
 
     def arguments(self, **options: Any) -> dict[str, Any]:
@@ -160,8 +166,11 @@ class Config:
     # --- Inside
 
     def _reached(self, dsn: Dsn) -> Dsn:
-        if isinstance(dsn, str) or self["lock_timeout"] is None:
-            return self._with_lock_timeout(dsn) if isinstance(dsn, str) else dsn
+        """The same database, with `lock_timeout`."""
+        if isinstance(dsn, str):
+            return self._with_lock_timeout(dsn)
+        if self["lock_timeout"] is None:
+            return dsn
 
         async def asked_for() -> str:
             return self._with_lock_timeout(await resolve(dsn))
@@ -173,7 +182,7 @@ class Config:
             return dsn
         # What the DSN, or else PGOPTIONS, sets itself comes later in the text, and wins.
         theirs = conninfo_to_dict(dsn).get("options") or self._startup_options
-        options = f"-c lock_timeout={max(1, round(timeout_s * 1000))} {theirs}".strip()
+        options = f"-c lock_timeout={whole_ms(timeout_s)} {theirs}".strip()
         return make_conninfo(dsn, options=options)
 
     def _keyed_in(self, namespace: str, names: Sequence[str]) -> tuple[str, ...] | dict[str, int]:
@@ -197,15 +206,15 @@ def find_file(path: str | Path | None = None, environ: Mapping[str, str] | None 
 
 
 def _named(names: Sequence[str], known: Mapping[str, RoleSettings], problems: list[Problem]) -> dict[str, RoleSettings]:
-    """The roles that somebody has named: with what the file says of them, and taking part whatever it says."""
-    defaults = {setting.key: Value(setting, setting.default) for setting in ROLE}
+    """The roles that were named: with the key that the file gives them, and taking part also if it says they do not."""
     named: dict[str, RoleSettings] = {}
     for name in names:
         origin = Origin("flag", f"role {name!r}")
         if name in named:
             problems.append(origin.problem("it is named twice", "name each role once"))
-        key = known[name].key if name in known else defaults["key"]
-        named[name] = RoleSettings(name, origin, key, defaults["enabled"])
+        named[name] = RoleSettings(name, origin, **defaults(ROLE))
+        if name in known:
+            named[name] = replace(named[name], key=known[name].key)
     return named
 
 
@@ -218,37 +227,28 @@ def _keyed(roles: dict[str, RoleSettings], key: Value | None, problems: list[Pro
         problems.append(key.origin.problem(text, "unset it, and write key = … into [roles.NAME]"))
         return roles
     if not roles:
-        enabled = next(Value(setting, setting.default) for setting in ROLE if setting.key == "enabled")
         name = role_of_environment(key.value)  # as `LeaderElection.from_env` has it
-        return {name: RoleSettings(name, key.origin, key, enabled)}
+        roles = {name: RoleSettings(name, key.origin, **defaults(ROLE))}
     return {name: replace(role, key=key) for name, role in roles.items()}
 
 
 def _completed(values: Mapping[str, Value]) -> dict[str, Value]:
     """With G and T, which follow from each other and from the interval, worked out."""
-    found = thresholds(values)
-    worked_out = {"late_threshold": found.gate_s, "lease_duration": found.lease_s}
+    timing, gate, lease = timing_of(values), values["late_threshold"], values["lease_duration"]
     completed = dict(values)
-    for key, duration_s in worked_out.items():
-        if values[key].value is None:
-            # With the interval alone, both are as the election would have them anyway.
-            follows = key == "late_threshold" and values["lease_duration"].value is not None
-            origin = Origin("default", "follows from lease_duration") if follows else DEFAULT
-            completed[key] = replace(values[key], value=duration_s, origin=origin)
+    if gate.value is None:
+        # With the interval alone, both are as the election would have them anyway.
+        origin = DEFAULT if lease.value is None else Origin("default", "follows from lease_duration")
+        completed["late_threshold"] = replace(gate, value=timing.gate_s, origin=origin)
+    if lease.value is None:
+        completed["lease_duration"] = replace(lease, value=timing.lease_s)
     return completed
 
 
-def _warnings(config: Config, file: TomlFile | None) -> list[Problem]:
-    warnings = []
-    dsn, timeout = config.values["dsn"], config.values["lock_timeout"]
+def _readable_password(dsn: Value, file: TomlFile | None) -> Iterator[Problem]:
     if file is not None and file.world_readable and dsn.origin.kind == "file" and _has_password(dsn.value):
         remedy = f"chmod 640 {file.path}, or take the password out: PGPASSWORD, a password file"
-        warnings.append(dsn.origin.problem("everybody on this machine can read the password in this file", remedy))
-    limit_s = statement_timeout_s(thresholds(config.values).gate_s)
-    if timeout.value is not None and timeout.value >= limit_s:
-        text = f"lock_timeout = {timeout.shown} has no effect: a statement ends after {format_duration(limit_s)} anyway"
-        warnings.append(timeout.origin.problem(text, "shorten it, or leave it out"))
-    return warnings
+        yield dsn.origin.problem("everybody on this machine can read the password in this file", remedy)
 
 
 def _has_password(dsn: str) -> bool:

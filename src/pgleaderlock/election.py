@@ -4,42 +4,85 @@ What it does not promise, first: a side effect outside the database that was alr
 writes on an old primary that still runs after an asynchronous failover; a failover or restore that lost acknowledged
 commits (`pgleaderlock epoch advance` is the remedy); a virtual machine whose guest clock stood still.
 
-What it does: at most one gate a role is open at any time, while the database has one primary and the clock rates of two
-hosts differ by less than the smallest T/G in use; no fenced write of an older epoch commits after a newer one began;
-epochs strictly increase and are never reused.
-
-Imports `_election_run`, `_election_setup`, `config`, `gate` and what they stand on.
+What it does: at most one gate per role is open at any time, while the database has one primary and the clock rates of
+two hosts differ by less than the smallest T/G in use; no fenced write of an older epoch commits after a newer one
+began; epochs strictly increase and are never reused.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypedDict, TypeVar
 
-from pgleaderlock._conninfo import Dsn, libpq_knows_where
-from pgleaderlock._election_run import FORCED_END_S, ElectionRun
-from pgleaderlock._election_settings import Timing, checked_node_id, from_environment, role_keys, role_of_environment
-from pgleaderlock._election_setup import DEFAULT_CHANNEL, Setup, Takeover
-from pgleaderlock._engine import Engine
-from pgleaderlock._releases import Ended
-from pgleaderlock._roles import LeaderInfo, Role
+from pgleaderlock._base.clock import BOOT_CLOCK, Clock
+from pgleaderlock._base.logging import get_logger
+from pgleaderlock._config.load import from_environment, role_of_environment
+from pgleaderlock._config.timing import Timing, checked_node_id, role_keys
+from pgleaderlock._election.lease import connected
+from pgleaderlock._election.ledger import Identity, Ledger
+from pgleaderlock._election.role import LeaderInfo
+from pgleaderlock._election.roster import News, Roster
+from pgleaderlock._election.run import Run
+from pgleaderlock._election.settings import DEFAULT_CHANNEL, Hold, Setup, Takeover
+from pgleaderlock._lock.callbacks import CallbackRegistry
+from pgleaderlock._lock.work import OnFailure
+from pgleaderlock._pg.conninfo import Dsn, libpq_knows_where
 from pgleaderlock.config import Config
-from pgleaderlock.errors import ConfigurationError, LockError, NotLeader, SchemaError, ShutdownError
+from pgleaderlock.errors import ConfigurationError, SchemaError, ShutdownError
 from pgleaderlock.gate import LeaderGate
 from pgleaderlock.keys import DEFAULT_NAMESPACE
 from pgleaderlock.models import LeaderStateChanged, LeaderToken, LockState
 from pgleaderlock.observer import ElectionObserver
+from pgleaderlock.retry import JITTER
 
-__all__ = ["LeaderElection"]
+__all__ = ["ElectionOptions", "LeaderElection", "LeaderInfo"]
 
 T = TypeVar("T")
+RoleCallback = Callable[[str], Awaitable[None] | None]
+RoleStateCallback = Callable[[str, LockState, LockState], Awaitable[None] | None]
+FailureCallback = Callable[[Exception], Awaitable[None] | None]
+EndCallback = Callable[[], Awaitable[None] | None]
+RoleCallbackT = TypeVar("RoleCallbackT", bound=RoleCallback)
+RoleStateCallbackT = TypeVar("RoleStateCallbackT", bound=RoleStateCallback)
+FailureCallbackT = TypeVar("FailureCallbackT", bound=FailureCallback)
+EndCallbackT = TypeVar("EndCallbackT", bound=EndCallback)
 EXIT_TIMEOUT_S = 10.0
-CANCELLED_END_S = 1.0
-RELEASE_POLL_S = 0.005
 
 
-class LeaderElection(ElectionRun):
-    """Leads roles, one node each. See the module's first lines for what it does not promise."""
+class ElectionOptions(TypedDict, total=False):
+    """The constructor's keyword options, for code that passes them on."""
+
+    heartbeat_interval_s: float
+    late_threshold_s: float | None
+    session_lease_s: float | None
+    acquire_delay_s: tuple[float, float]
+    standby_wait_s: float
+    takeover: Takeover
+    node_id: str | None
+    namespace: str
+    listen_channel: str | None
+    stale_threshold_s: float | None
+    evict_stale: bool
+    candidate: bool
+    heartbeat_thread: bool
+    hard_stop_after_s: float | None
+    enabled: bool
+    standalone: bool
+    allow_pooler: bool
+    retention_s: float | None
+    balance: bool
+    hold: Hold
+
+
+class LeaderElection:
+    """Competes for any number of roles over one PostgreSQL session; each role is led by at most one node.
+
+    Use it as `async with LeaderElection(…) as election:`, then `await election.lead(role, work)`. The module's
+    docstring says what it does not promise.
+    """
+
+    _clock: Clock = BOOT_CLOCK
+    _rng = JITTER
 
     def __init__(
         self,
@@ -65,15 +108,43 @@ class LeaderElection(ElectionRun):
         allow_pooler: bool = False,
         retention_s: float | None = 30 * 86400.0,
         balance: bool = False,
+        hold: Hold = "session",
     ) -> None:
+        """Check every setting; nothing is connected before `start`. `ConfigurationError` names setting and remedy.
+
+        dsn: a conninfo string or URL, or a function that returns one at each connect.
+        roles: one name, several, or a mapping from names to 64-bit keys of your own.
+        heartbeat_interval_s: seconds between heartbeats of the session.
+        late_threshold_s: G, the seconds after the last acknowledged heartbeat at which gates shut. None: from the
+            interval.
+        session_lease_s: T, the seconds of silence after which the server ends the session. More than G; None: from G.
+        acquire_delay_s: shortest and longest pause between two tries, in seconds.
+        standby_wait_s: how long a try waits at the server, in seconds; 0 does not wait. For one role only.
+        takeover: "safe" waits until the predecessor can no longer act; "instant" does not, for fully fenced work.
+        node_id: a stable name of this node. None: the host name, with a number if other processes of this host have
+            taken it.
+        namespace: elections of different namespaces do not see each other.
+        listen_channel: the NOTIFY channel that wakes this node early; None does not listen.
+        stale_threshold_s: seconds without a new heartbeat after which `leader()` says stale. None: the leader's T.
+        evict_stale: end a leader's session that has been silent for 2 T.
+        candidate: False only observes, and never leads.
+        heartbeat_thread: run the heartbeat on a thread of its own, so that a blocked event loop does not shut gates.
+        hard_stop_after_s: end the process if work goes on this many seconds behind a shut gate. None: never.
+        enabled: False never connects, and keeps every gate shut.
+        standalone: lead every role without a database, for a single instance.
+        allow_pooler: connect through a pooler in session mode.
+        retention_s: delete the ledger's history after this many seconds; None keeps it.
+        balance: share the roles evenly with the other nodes that balance.
+        hold: "session" holds roles by locks of a session of its own; "lease" by a row that it renews, through any
+            pooler, with nothing held at the server. A killed leader is then replaced after T, and not at once.
+        """
+        timing = (heartbeat_interval_s, late_threshold_s, session_lease_s, acquire_delay_s, standby_wait_s)
         setup = Setup(
             dsn=dsn,
             keys=role_keys(roles, namespace),
-            timing=Timing.checked(
-                heartbeat_interval_s, late_threshold_s, session_lease_s, acquire_delay_s, standby_wait_s
-            ),
+            **asdict(Timing.checked(*timing)),
             takeover=takeover,
-            node_id=checked_node_id(node_id),
+            given_node_id=None if node_id is None else checked_node_id(node_id),
             namespace=namespace,
             listen_channel=listen_channel,
             stale_threshold_s=stale_threshold_s,
@@ -86,12 +157,25 @@ class LeaderElection(ElectionRun):
             allow_pooler=allow_pooler,
             retention_s=retention_s,
             balance=balance,
+            hold=hold,
         )
-        super().__init__(setup)
+        self._log = log = get_logger("pgleaderlock")
+        self._callbacks = CallbackRegistry()
+        self._roster = Roster(setup, self._clock)
+        self._news = News(log, self._roster)
+        self._run = Run(
+            self._roster,
+            self._news,
+            self._callbacks,
+            clock=self._clock,
+            rng=self._rng,
+            log=log,
+            open_ledger=self._open_ledger,
+        )
 
     @classmethod
     def from_env(cls, role: str | None = None, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
-        """An election of one role from the environment: PG_CONN_STRING, LEADER_LOCK_KEY, HEARTBEAT_INTERVAL_MS, …
+        """An election of one role from the environment: PG_CONN_STRING or PG_DSN, LEADER_LOCK_KEY, …
 
         What is given as a keyword wins over the environment. Without MSP_LEADER_ENABLED the election is enabled. The
         role is `leader` if none is named, and `leader-KEY` where LEADER_LOCK_KEY gives it a key.
@@ -102,7 +186,7 @@ class LeaderElection(ElectionRun):
         settings = {**found, **options}
         dsn = settings.pop("dsn", None)
         if dsn is None and not settings.get("standalone") and settings.get("enabled", True):
-            raise ConfigurationError("PG_CONN_STRING is not set: set it, or pass dsn=…")
+            raise ConfigurationError("neither PG_CONN_STRING nor PG_DSN is set: set one, or pass dsn=…")
         return cls(dsn or "", {name: key} if key is not None else name, **settings)
 
     @classmethod
@@ -133,142 +217,107 @@ class LeaderElection(ElectionRun):
         """Begin to compete. Does nothing if running already.
 
         Returns after the first attempt to connect: a ledger that is missing, too old, too new or not granted is raised
-        here as `SchemaError`. A database that is merely away is not: it is tried again in the background.
+        here as `SchemaError`. A database that cannot be reached is not: it is tried again in the background.
         """
-        if self._running:
-            return
-        task = self._launch()
-        if not self._setup.enabled or self._setup.standalone:
-            return
-        attempted = asyncio.ensure_future(self._attempted.wait())
-        either: list[asyncio.Future[Any]] = [attempted, task]
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
-            # `async with` never reaches its end then: nothing may be left running.
-            task.cancel()
-            await asyncio.wait([task])
-            raise
-        finally:
-            attempted.cancel()
-        if isinstance(self._last_error, SchemaError):
-            refused = self._last_error
+        if await self._run.start() and isinstance(refused := self._run.last_error, SchemaError):
             await self.shutdown()
             raise refused
 
     async def shutdown(self, timeout_s: float | None = None) -> None:
-        """Drain and release every role, and stop. Out of time, what is left is released without waiting for its work;
-        a successor then waits for us as after a loss, and `ShutdownError` is raised."""
-        task = self._task
-        if task is None or task.done():
-            return
-        if self._engine is not None:
-            self._engine.ask_stop()
-        else:
-            task.cancel()
-        if self._inside():
-            return
-        await asyncio.wait([task], timeout=timeout_s)
-        if task.done():
-            return
-        self._force_stop()
-        await asyncio.wait([task], timeout=FORCED_END_S)
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=FORCED_END_S)
-        raise ShutdownError(f"the election did not stop within {timeout_s:g} s: its work was not waited for any longer")
+        """Drain and release every role, and stop. Does nothing if not running.
 
-    async def step_down(self, role: str, timeout_s: float | None = None) -> None:
-        """Give up one role: no new work is let in, what is in flight ends, then the lock is released.
-
-        Out of time, it is released all the same, but not as clean. Does nothing when not leading.
+        timeout_s: how long the work in flight is waited for, in seconds; None waits for its end. Out of time, what is
+        left is released all the same, a successor waits for this node as after a loss, and `ShutdownError` is raised.
         """
-        found = self._role(role)
-        if self._setup.standalone and found.driver.state is LockState.LEADER:
-            await self._give_up_alone([found], timeout_s)
-            return
-        token = found.gate.token
-        # By the token too: with a heartbeat thread, the gate is open a moment before the state says so.
-        if self._engine is None or (token is None and not found.in_term):
-            return
-        self._engine.ask_release(role)
-        if self._inside():
-            return
-        over = asyncio.ensure_future(self._term_over(found, token))
-        try:
-            await asyncio.wait([over], timeout=timeout_s)
-            if not over.done():
-                self._engine.ask_release(role, force=True)
-                await asyncio.wait([over], timeout=FORCED_END_S)
-        finally:
-            over.cancel()
+        await self._run.stop(timeout_s)
 
     async def __aenter__(self) -> Self:
         await self.start()
         return self
 
-    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        await self.shutdown(None if exc_type is None else EXIT_TIMEOUT_S)
+    async def __aexit__(self, _kind: object, leaving: BaseException | None, _trace: object) -> None:
+        if leaving is None:
+            await self.shutdown()
+            return
+        try:
+            await self.shutdown(EXIT_TIMEOUT_S)
+        except ShutdownError as error:
+            self._log.failed_at_exit("shutdown_failed", error, leaving, node=self.node_id)
 
-    # --- Giving up without stopping
+    # --- Work
+
+    async def lead(
+        self, role: str, work: Callable[[LeaderToken], Coroutine[Any, Any, T]], *, on_failure: OnFailure = "raise"
+    ) -> T | None:
+        """Run `work(token)` whenever the role's gate is open; return what it returns.
+
+        It is cancelled when the gate closes, the release waits for its end, and it is started again when the gate
+        opens again. It may ask its own gate: a `NotLeader` of its own role and term counts as the loss that it is.
+        Returns None if the election is stopped first, or the role removed.
+
+        on_failure: what follows when `work` raises; the failure is logged as an error in any case. "raise" gives the
+        role up, does not compete for it until `lead` is entered again, and raises the exception here. "restart" starts
+        it again after a delay of 0.2 s that doubles up to 30 s; while the delay is longer than 1 s, the role is given
+        up. "step_down" gives the role up for the same delay, each time.
+
+        A caller that is cancelled has the work cancelled too, and waits for its end. If no other `lead` of the role is
+        running, this node then gives the role up and does not compete for it until `lead` is entered again.
+        """
+        if not callable(work):
+            raise ConfigurationError(f"lead takes an async function, not {type(work).__name__}: pass it uncalled")
+        return await self._run.lead(role, work, on_failure)
+
+    # --- Giving up
+
+    async def step_down(self, role: str, timeout_s: float | None = None) -> None:
+        """Give up one role, let another node go first, and compete again. Does nothing when not leading.
+
+        No new work is let in, what is in flight ends, then the lock is released.
+        timeout_s: how long the work in flight is waited for, in seconds; None waits for its end. Out of time, the role
+        is released all the same, but not as clean.
+        """
+        await self._run.step_down(role, timeout_s)
 
     async def drain(self, role: str | None = None, timeout_s: float | None = None) -> bool:
-        """Give up one role, or all of them, and do not compete again until `resume`.
+        """Give up one role, or all of them with None, and do not compete again until `resume`.
 
-        No new work is let in; what `lead` runs is cancelled, what is `acting()` may end until the time is over, and its
-        tasks are cancelled then; when nothing is in flight any more, term and lock end and the others are woken. True
-        if the release was clean, or nothing was led. Work that is left when the time is over makes it not clean:
-        a successor then waits for us as after a loss. Whoever is cancelled while waiting here has drained all the same.
+        No new work is let in, what `lead` runs is cancelled, and what is `acting()` is waited for; then term and lock
+        end, and the other nodes are woken. True if the release was clean, or nothing was led.
+        timeout_s: how long `acting()` is waited for, in seconds; None waits for its end. Then its tasks are cancelled;
+        work that is left makes the release not clean, and a successor waits for this node as after a loss.
+        A caller that is cancelled while it waits here has drained all the same.
         """
-        names = self.roles if role is None else (role,)
-        for name in names:
-            self._gate(name)
-        roles = [found for name in names if (found := self._roles.get(name)) is not None]
-        for found in roles:
-            found.drained_here |= role is not None
-            found.node_drained |= role is None
-        if not self._running:
-            return True
-        if self._setup.standalone:
-            return await self._give_up_alone(roles, timeout_s)
-        for found in roles:
-            if found.gate.token is not None:
-                found.gate.drain()  # at once, and not at the engine's next turn
-        return await self._drained(roles, timeout_s, everything=role is None)
+        return await self._run.drain(role, timeout_s)
 
     async def resume(self, role: str | None = None) -> None:
-        """Compete again for what was drained: one role, or all of them."""
-        names = self.roles if role is None else (role,)
-        for name in names:
-            self._gate(name)
-        roles = [found for name in names if (found := self._roles.get(name)) is not None]
-        if self._running and self._setup.standalone:
-            drained = [found for found in roles if found.drained]
-            for found in drained:
-                found.drained_here = found.node_drained = False
-            self._lead_alone([found for found in drained if not found.in_term])
-        elif self._running:
-            everything = role is None
-            await self._on_engine(lambda engine: _resume(engine, roles, everything=everything))
+        """Compete again for what was drained: one role, or all of them with None."""
+        await self._run.resume(role)
+
+    # --- Roles
 
     async def add_role(self, name: str, key: int | None = None) -> None:
-        """Compete for one more role from now on; `key` is a 64-bit key of your own, instead of one from its name."""
-        role = self._register(name, key)
-        await self._on_engine(lambda engine: self._take_in(name, role, engine))
+        """Compete for one more role from now on.
+
+        key: a 64-bit key of your own; None derives it from namespace and name.
+        """
+        await self._run.add_role(name, key)
 
     async def remove_role(self, name: str, timeout_s: float | None = None) -> None:
-        """Drain one role, and forget it: `gate(name)` knows it no longer, and a running `lead` of it returns None.
+        """Drain one role as `drain` does, and forget it: `gate(name)` raises, a running `lead` of it returns None.
 
-        Whoever is cancelled while the drain goes on has a role that is drained and still there.
+        A caller that is cancelled during the drain has a role that is drained and still there.
         """
-        gate = self._gate(name)
-        if self._inside():
-            raise LockError("remove_role waits for the work of the role: call it outside of callbacks and works")
-        await self.drain(name, timeout_s)
-        if not await self._on_engine(lambda engine: self._drop(name, gate, engine)):
-            raise LockError(f"role {name!r} has not been given up yet, and stays: remove it again")
+        await self._run.remove_role(name, timeout_s)
 
     # --- State
+
+    async def _open_ledger(self, setup: Setup, identity: Identity, previous: int | None) -> Ledger:
+        """`pgleaderlock.testing` has one in memory."""
+        return await connected(setup, identity, clock=self._clock, rng=self._rng, previous=previous)
+
+    @property
+    def _setup(self) -> Setup:
+        return self._roster.setup
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -279,32 +328,39 @@ class LeaderElection(ElectionRun):
         return self._setup.node_id
 
     @property
+    def namespace(self) -> str:
+        return self._setup.namespace
+
+    @property
+    def hold(self) -> Hold:
+        return self._setup.hold
+
+    @property
     def last_error(self) -> Exception | None:
         """Why the session was last lost or not obtained; None if nothing has gone wrong since `start`."""
-        return self._last_error
+        return self._run.last_error
 
     def state(self, role: str) -> LockState:
         """Where this node stands with the role's lock."""
-        self._gate(role)
-        found = self._roles.get(role)
+        found = self._roster.role(role)
         return found.driver.state if found is not None else LockState.STOPPED
 
     def gate(self, role: str) -> LeaderGate:
         """May this node act for the role, now? The gate answers, from any thread."""
-        return self._gate(role)
+        return self._roster.gate(role)
 
     def leader(self, role: str) -> LeaderInfo | None:
-        """Who leads the role, as this node last saw it; None if nobody does or nothing was seen yet."""
-        return self._leader_of(role, self._gate(role))
+        """Who leads the role, as this node last saw it; None if no node does or nothing was seen yet."""
+        return self._roster.leader(role)
 
     def tenure_s(self, role: str) -> float | None:
-        """How long this node's term has lasted; None outside a term."""
-        gate, found = self._gate(role), self._roles.get(role)
+        """For how many seconds this node's term has lasted; None outside a term."""
+        gate, found = self._roster.gate(role), self._roster.role(role)
         return None if found is None or gate.token is None else self._clock.now() - found.began_at
 
     def heartbeat_age_s(self) -> float | None:
-        """How long ago the last acknowledged heartbeat was sent; None without a session."""
-        engine = self._engine
+        """How many seconds ago the last acknowledged heartbeat was sent; None without a session."""
+        engine = self._run.engine
         acked_at = engine.acked_at if engine is not None else None
         return None if acked_at is None else self._clock.now() - acked_at
 
@@ -314,99 +370,64 @@ class LeaderElection(ElectionRun):
 
     def drained(self, role: str) -> bool:
         """Was it drained, and not resumed? This node does not compete for it then."""
-        self._gate(role)
-        found = self._roles.get(role)
+        found = self._roster.role(role)
         return found is not None and found.drained
 
+    def competes(self, role: str) -> bool:
+        """Does this node lead the role, or would it? Not while it is stopped or drained, its work has failed for good,
+        or there is no session."""
+        found, setup = self._roster.role(role), self._setup
+        if found is None or found.given_up or not setup.candidate or found.driver.state is LockState.STOPPED:
+            return False
+        return setup.standalone or self.heartbeat_age_s() is not None
+
+    def work_error(self, role: str) -> BaseException | None:
+        """What the role's work in `lead` has raised, until it is started again; None if it has not failed."""
+        found = self._roster.role(role)
+        failure = found.works.failure if found is not None else None
+        return None if failure is None else failure.error
+
+    # --- Who hears of it
+
     def observe(self, observer: ElectionObserver) -> None:
-        """Tell this observer too, from now on; the roles that are there are told at once."""
-        with self._changing:
-            self._observers.add(observer)
-            for name in self.roles:
-                if name in self._known_roles:
-                    self._observers.tell_one(observer, "role_added", name)
+        """Call this observer's hooks from now on; for the roles that are there, `role_added` is called at once."""
+        self._news.observe(observer)
 
     async def changes(self) -> AsyncIterator[LeaderStateChanged]:
         """Every change of who leads, as this node sees it, from now on. `is_leader` follows the gate."""
-        if self._task is not None and self._task.done():
+        if self._run.task is not None and self._run.task.done():
             return
-        async for change in self._changes.subscribe():
+        async for change in self._news.subscribe():
             yield change
 
-    # --- Work
+    # Each returns the function unchanged, so that all serve as decorators.
 
-    async def lead(self, role: str, work: Callable[[LeaderToken], Coroutine[Any, Any, T]]) -> T | None:
-        """Run `work(token)` whenever the role's gate is open; return what it returns.
+    def on_acquired(self, fn: RoleCallbackT) -> RoleCallbackT:
+        """Call `fn(role)` when this node holds the role's lock and its term has begun; its gate may still wait."""
+        self._callbacks.add("on_acquired", fn)
+        return fn
 
-        It is cancelled when the gate closes, the release waits for its end, and it is started again when the gate
-        opens again. What it raises makes this node step down from the role, and is raised here. Returns None if the
-        election is stopped first, or the role removed.
-        """
-        if not callable(work):
-            raise ConfigurationError(f"lead takes an async function, not {type(work).__name__}: pass it uncalled")
-        gate = self._gate(role)
-        if not self._running:
-            raise LockError("the election is not running: use `async with election:` or `await election.start()` first")
-        while await self._open_or_over(role, gate):
-            found = self._role(role)
-            try:
-                token = gate.require_leader()
-            except NotLeader:
-                continue
-            watcher = asyncio.ensure_future(self._interrupt_when_closed(found, token))
-            try:
-                task = await found.works.run(lambda token=token: work(token))  # type: ignore[misc]
-            finally:
-                watcher.cancel()
-            if task is None:
-                continue
-            if (task.cancelled() or task.exception() is not None) and self._gates.get(role) is gate:
-                await self.step_down(role)
-            return task.result()
-        return None
+    def on_released(self, fn: RoleCallbackT) -> RoleCallbackT:
+        """Call `fn(role)` when the role was given up on purpose."""
+        self._callbacks.add("on_released", fn)
+        return fn
 
-    # --- Inside
+    def on_lost(self, fn: RoleCallbackT) -> RoleCallbackT:
+        """Call `fn(role)` when the role was lost."""
+        self._callbacks.add("on_lost", fn)
+        return fn
 
-    async def _drained(self, roles: list[Role], timeout_s: float | None, *, everything: bool) -> bool:
-        """Ask the engine, and wait: for the work, then for the work that was cancelled, then for nobody."""
-        engine, task = self._engine, self._task
-        if self._inside():  # whoever drains its own work is cancelled at its next wait
-            if engine is not None:
-                engine.call(lambda: _drain(engine, roles, everything=everything))
-            return False
-        told = await self._on_engine(lambda engine: _drain(engine, roles, everything=everything))
-        if told is None or task is None:
-            return True
-        drained = asyncio.wrap_future(told)
-        either: list[asyncio.Future[Any]] = [drained, task]
-        try:
-            done, _ = await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                for found in roles:
-                    found.gate.cancel_acting(but=asyncio.current_task())
-                done, _ = await asyncio.wait(either, timeout=CANCELLED_END_S, return_when=asyncio.FIRST_COMPLETED)
-            if not done and (engine := self._engine) is not None:
-                for found in roles:
-                    engine.ask_release(found.name, force=True)
-                await asyncio.wait(either, timeout=FORCED_END_S, return_when=asyncio.FIRST_COMPLETED)
-            return told.done() and told.result()
-        finally:
-            drained.cancel()
+    def on_state_change(self, fn: RoleStateCallbackT) -> RoleStateCallbackT:
+        """Call `fn(role, from_state, to_state)`, before the callbacks above."""
+        self._callbacks.add("on_state_change", fn)
+        return fn
 
-    async def _term_over(self, role: Role, token: LeaderToken | None) -> None:
-        if token is not None:
-            await role.gate.wait_over(token)
-        while role.driver.state is LockState.RELEASING:  # noqa: ASYNC110 - it follows its gate in one round trip
-            await asyncio.sleep(RELEASE_POLL_S)
+    def on_error(self, fn: FailureCallbackT) -> FailureCallbackT:
+        """Call `fn(error)` when the database or a callback failed: once per error, whatever the number of roles."""
+        self._callbacks.add("on_error", fn)
+        return fn
 
-
-# Both on the engine's loop; without an engine there is nothing to give up or to compete for.
-
-
-def _drain(engine: Engine | None, roles: list[Role], *, everything: bool) -> Ended | None:
-    return engine.drain(roles, everything=everything) if engine is not None else None
-
-
-def _resume(engine: Engine | None, roles: list[Role], *, everything: bool) -> None:
-    if engine is not None:
-        engine.resume(roles, everything=everything)
+    def on_stopped(self, fn: EndCallbackT) -> EndCallbackT:
+        """Call `fn()` when the election has stopped. The last callback of a run."""
+        self._callbacks.add("on_stopped", fn)
+        return fn

@@ -99,16 +99,17 @@ class NotLeader(PgLeaderLockError):
     """This node must not act now. `reason` is one word for programs.
 
     `never_led`, `lost`, `late_heartbeat`, `waiting` (for the predecessor's deadline), `draining`, `vetoed`, `disabled`,
-    or `epoch_changed` from `ensure_epoch`.
+    or `epoch_changed` from `ensure_epoch`. `epoch` is that of the term that may not act; None if there is no term.
     """
 
-    def __init__(self, role: str, reason: str, message: str) -> None:
+    def __init__(self, role: str, reason: str, message: str, *, epoch: int | None = None) -> None:
         super().__init__(message)
         self.role = role
         self.reason = reason
+        self.epoch = epoch
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.role, self.reason, str(self))
+        return type(self), (self.role, self.reason, str(self)), {"epoch": self.epoch}
 
 
 class StaleEpoch(PgLeaderLockError):

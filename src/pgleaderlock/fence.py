@@ -11,8 +11,7 @@ about what you write after a COMMIT or ROLLBACK of your own inside the block, or
 than the fence: the fence ends there, and the end of the block says so (`FenceLost`). A transaction that stays open
 holds up the next leader: one that falls silent is ended by the server.
 
-Imports psycopg, `_sql`, `models`, `errors` and the standard library. Must never write anything itself, and never send a
-notification: it runs in somebody else's transaction.
+Must never write anything itself, and never send a notification: it runs in the caller's transaction.
 """
 
 import contextlib
@@ -25,9 +24,10 @@ from typing import Any, TypeVar, overload
 
 import psycopg
 from psycopg import pq
-from psycopg.rows import tuple_row
 
-from pgleaderlock._sql import statement
+from pgleaderlock._base.steps import Steps, run, run_blocking
+from pgleaderlock._pg.connect import AnyConnection, plain_cursor
+from pgleaderlock._pg.statements import statement
 from pgleaderlock.errors import (
     ConfigurationError,
     ConnectionError,
@@ -40,7 +40,18 @@ from pgleaderlock.errors import (
 )
 from pgleaderlock.models import LeaderToken
 
-__all__ = ["IDLE_TIMEOUT_S", "fence_lost", "fence_params", "fenced", "meaning", "raced", "still_fenced"]
+__all__ = [
+    "IDLE_TIMEOUT_S",
+    "Block",
+    "fence_lost",
+    "fence_params",
+    "fenced",
+    "fenced_async",
+    "fenced_sync",
+    "meaning",
+    "raced",
+    "still_fenced",
+]
 
 IDLE_TIMEOUT_S = 10.0
 # PostgreSQL keeps this setting as milliseconds in 32 bits.
@@ -51,7 +62,6 @@ EPOCH_MAX = 2**63 - 1
 TRIES_MAX = 3
 
 Row = TypeVar("Row")
-AnyConnection = psycopg.AsyncConnection[Any] | psycopg.Connection[Any]
 
 # Two databases may have issued the same epoch, so a token's holder is compared once with what this database knows. A
 # connection cannot change its database: what it has accepted once needs no second look.
@@ -74,153 +84,183 @@ def fenced(conn: Any, token: LeaderToken, *, idle_timeout_s: float = IDLE_TIMEOU
     """A block in which this connection's transaction is fenced: `async with` or `with`, as the connection is.
 
     Begins a transaction and commits it at the end of the block, or joins the one that is open and leaves the end of it
-    to you. Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one, and
+    to you. With autocommit off and no open transaction it cannot know which of the two you mean: `ConfigurationError`.
+    Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one, and
     `FenceLost` at the end of the block when the transaction that is open then is not the one that was fenced.
 
     `idle_timeout_s`: the server ends the session when it has been silent for this long inside the transaction.
     """
-    params = fence_params(token, idle_timeout_s)
+    block = _PsycopgBlock(conn, token, fence_params(token, idle_timeout_s))
     if isinstance(conn, psycopg.AsyncConnection):
-        return _fenced_async(conn, token, params)
+        return fenced_async(block)
     if isinstance(conn, psycopg.Connection):
-        return _fenced_sync(conn, token, params)
+        return fenced_sync(block)
     hint = ": use pgleaderlock.contrib.sqlalchemy.fenced" if type(conn).__module__.startswith("sqlalchemy") else ""
     raise ConfigurationError(f"fenced takes an open psycopg connection, not {type(conn).__name__}{hint}")
 
 
-@contextlib.asynccontextmanager
-async def _fenced_async(
-    conn: psycopg.AsyncConnection[Any], token: LeaderToken, params: dict[str, object]
-) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-    fence = statement("fence")
-    if _joins(conn):
-        await _send_async(conn, token, fence, params)
-        yield conn
-        await _check_async(conn, token, params)
-        return
-    retries = _retries(conn)
-    entered = False
-    while True:
-        try:
-            async with conn.transaction():
-                await _send_async(conn, token, fence, params)
-                entered = True
-                yield conn
-                await _check_async(conn, token, params)
-            return
-        except StaleEpoch as error:
-            if entered or not retries or not raced(error):
+class Block:
+    """A fenced block, for every kind of connection: enters a fenced transaction, and checks the fence at the end.
+
+    A subclass says what its kind of connection does in its own way: `tries`, `begin`, `send` and `check`.
+    """
+
+    def __init__(self, target: Any, token: LeaderToken, params: dict[str, object]) -> None:
+        self.target, self.token, self.params = target, token, params
+        self._transaction: Any = None
+
+    def tries(self) -> int:
+        """How often a transaction may be begun; 0: the fence goes into the open one, and the caller ends that."""
+        raise NotImplementedError
+
+    def begin(self) -> Any:
+        """A context manager that begins and ends a transaction or a savepoint."""
+        raise NotImplementedError
+
+    def send(self) -> Steps[None]:
+        """Take the fence, or raise why it is refused."""
+        raise NotImplementedError
+
+    def check(self) -> Steps[None]:
+        """Raise `FenceLost` unless the transaction that is open is the fenced one."""
+        raise NotImplementedError
+
+    def enter(self) -> Steps[Any]:
+        tries = self.tries()
+        if not tries:
+            yield from self.send()
+            return self.target
+        while True:
+            tries -= 1
+            transaction = self.begin()
+            yield transaction.__aenter__() if hasattr(transaction, "__aenter__") else transaction.__enter__()
+            try:
+                yield from self.send()
+            except BaseException as error:
+                yield _ended(transaction, error)
+                if not tries or not raced(error):
+                    raise
+            else:
+                self._transaction = transaction
+                return self.target
+
+    def leave(self, error: BaseException | None) -> Steps[bool | None]:
+        """Ends what `enter` has begun; true if that takes care of the error, as of `psycopg.Rollback`."""
+        transaction = self._transaction
+        if error is None:
+            try:
+                yield from self.check()
+            except BaseException as lost:
+                if transaction is not None:
+                    with contextlib.suppress(Exception):  # a savepoint cannot be rolled back if it has gone as well
+                        yield _ended(transaction, lost)
                 raise
-            retries -= 1
+        if transaction is None:
+            return None
+        return (yield _ended(transaction, error))  # type: ignore[no-any-return]
+
+
+def _ended(transaction: Any, error: BaseException | None) -> Any:
+    leave = getattr(transaction, "__aexit__", None) or transaction.__exit__
+    return leave(type(error), error, error.__traceback__) if error is not None else leave(None, None, None)
+
+
+@contextlib.asynccontextmanager
+async def fenced_async(block: Block) -> AsyncIterator[Any]:
+    target = await run(block.enter())
+    try:
+        yield target
+    except BaseException as error:
+        if not await run(block.leave(error)):
+            raise
+    else:
+        await run(block.leave(None))
 
 
 @contextlib.contextmanager
-def _fenced_sync(
-    conn: psycopg.Connection[Any], token: LeaderToken, params: dict[str, object]
-) -> Iterator[psycopg.Connection[Any]]:
-    fence = statement("fence")
-    if _joins(conn):
-        _send_sync(conn, token, fence, params)
-        yield conn
-        _check_sync(conn, token, params)
-        return
-    retries = _retries(conn)
-    entered = False
-    while True:
+def fenced_sync(block: Block) -> Iterator[Any]:
+    target = run_blocking(block.enter())
+    try:
+        yield target
+    except BaseException as error:
+        if not run_blocking(block.leave(error)):
+            raise
+    else:
+        run_blocking(block.leave(None))
+
+
+class _PsycopgBlock(Block):
+    def tries(self) -> int:
+        """Raises when the connection is not usable.
+
+        Inside a `conn.transaction()` block psycopg refuses `commit()` and `rollback()`, so the fence lasts as long as
+        our block. In a transaction that psycopg began by itself it does not: there a savepoint of ours makes it do so,
+        or else what is written after a `commit()` within the block would be fenced by nothing. A transaction that was
+        open before keeps its snapshot: only the caller can begin a new one, so there is one try.
+        """
+        conn = self.target
+        if conn.closed:
+            raise ConnectionError("the connection is closed: nothing can be fenced on it")
+        if conn.pgconn.pipeline_status != pq.PipelineStatus.OFF:
+            raise ConfigurationError(
+                "the connection is in pipeline mode, where a refusal comes too late: leave it first"
+            )
+        status = conn.pgconn.transaction_status
+        if status == pq.TransactionStatus.INERROR:
+            raise ConfigurationError("the connection is in a failed transaction: roll it back first")
+        if status == pq.TransactionStatus.ACTIVE:
+            raise ConfigurationError("the connection is busy with another statement: a transaction is fenced before it")
+        if status == pq.TransactionStatus.IDLE:
+            if not conn.autocommit:
+                raise _whose_transaction(conn)
+            return TRIES_MAX
+        return 0 if getattr(conn, "_num_transactions", 0) else 1
+
+    def begin(self) -> Any:
+        return self.target.transaction()
+
+    def send(self) -> Steps[None]:
+        known = _accepted.get(self.target) == self.token
         try:
-            with conn.transaction():
-                _send_sync(conn, token, fence, params)
-                entered = True
-                yield conn
-                _check_sync(conn, token, params)
-            return
-        except StaleEpoch as error:
-            if entered or not retries or not raced(error):
+            yield plain_cursor(self.target).execute(
+                statement("fence"), {**self.params, "holder": None} if known else self.params
+            )
+        except psycopg.Error as error:
+            refusal = meaning(error, self.token)
+            if refusal is None:
                 raise
-            retries -= 1
+            raise refusal from error
+        _accepted[self.target] = self.token
+
+    def check(self) -> Steps[None]:
+        pgconn = self.target.pgconn
+        reported = pgconn.parameter_status(b"application_name")
+        still = still_fenced(pgconn.transaction_status, None if reported is None else reported.decode(), self.params)
+        if still is None:
+            cursor = yield plain_cursor(self.target).execute(statement("fence_marks"))
+            still = str(self.params["mark"]) in ((yield cursor.fetchone())[0] or "")
+        if not still:
+            raise fence_lost(self.token)
 
 
-async def _send_async(
-    conn: psycopg.AsyncConnection[Any], token: LeaderToken, fence: bytes, params: dict[str, object]
-) -> None:
-    if _accepted.get(conn) == token:
-        params = {**params, "holder": None}
-    try:
-        # Whatever the connection's own cursor and row types are.
-        await psycopg.AsyncCursor(conn, row_factory=tuple_row).execute(fence, params)
-    except psycopg.Error as error:
-        refusal = meaning(error, token)
-        if refusal is None:
-            raise
-        raise refusal from error
-    _accepted[conn] = token
+def _whose_transaction(conn: AnyConnection) -> ConfigurationError:
+    """Autocommit is off because somebody else commits, who may believe that a transaction is open already.
 
-
-def _send_sync(conn: psycopg.Connection[Any], token: LeaderToken, fence: bytes, params: dict[str, object]) -> None:
-    if _accepted.get(conn) == token:
-        params = {**params, "holder": None}
-    try:
-        psycopg.Cursor(conn, row_factory=tuple_row).execute(fence, params)
-    except psycopg.Error as error:
-        refusal = meaning(error, token)
-        if refusal is None:
-            raise
-        raise refusal from error
-    _accepted[conn] = token
-
-
-async def _check_async(conn: psycopg.AsyncConnection[Any], token: LeaderToken, params: dict[str, object]) -> None:
-    fenced_still = _is_fenced(conn, params)
-    if fenced_still is None:
-        cursor = psycopg.AsyncCursor(conn, row_factory=tuple_row)
-        fenced_still = _is_among(await (await cursor.execute(statement("fence_marks"))).fetchone(), params)
-    if not fenced_still:
-        raise fence_lost(token)
-
-
-def _check_sync(conn: psycopg.Connection[Any], token: LeaderToken, params: dict[str, object]) -> None:
-    fenced_still = _is_fenced(conn, params)
-    if fenced_still is None:
-        cursor = psycopg.Cursor(conn, row_factory=tuple_row)
-        fenced_still = _is_among(cursor.execute(statement("fence_marks")).fetchone(), params)
-    if not fenced_still:
-        raise fence_lost(token)
-
-
-def _is_fenced(conn: AnyConnection, params: dict[str, object]) -> bool | None:
-    reported = conn.pgconn.parameter_status(b"application_name")
-    return still_fenced(conn.pgconn.transaction_status, None if reported is None else reported.decode(), params)
-
-
-def _is_among(row: tuple[Any, ...] | None, params: dict[str, object]) -> bool:
-    return row is not None and str(params["mark"]) in (row[0] or "")
-
-
-def _joins(conn: AnyConnection) -> bool:
-    """Whether to send the fence into the open transaction as it is. Raises when the connection is not usable.
-
-    Inside a `conn.transaction()` block psycopg refuses `commit()` and `rollback()`, so the fence lasts as long as our
-    block. In a transaction that psycopg began by itself it does not: there a savepoint of ours makes it do so, or else
-    what is written after a `commit()` within the block would be fenced by nothing.
+    To commit here would keep what that owner means to roll back; to leave the commit to an owner who expects it of us
+    would lose what was written, and hold up the next leader.
     """
-    if conn.closed:
-        raise ConnectionError("the connection is closed: nothing can be fenced on it")
-    if conn.pgconn.pipeline_status != pq.PipelineStatus.OFF:
-        raise ConfigurationError("the connection is in pipeline mode, where a refusal comes too late: leave it first")
-    status = conn.pgconn.transaction_status
-    if status == pq.TransactionStatus.INERROR:
-        raise ConfigurationError("the connection is in a failed transaction: roll it back first")
-    if status == pq.TransactionStatus.ACTIVE:
-        raise ConfigurationError("the connection is busy with another statement: a transaction is fenced before it")
-    return status == pq.TransactionStatus.INTRANS and bool(getattr(conn, "_num_transactions", 0))
+    remedy = (
+        "connect with autocommit=True, and fenced begins and commits; or begin your own transaction first, as in "
+        "`with conn.transaction(), fenced(conn, token):`"
+    )
+    if conn.cursor_factory.__module__.startswith("django."):
+        remedy = "use pgleaderlock.contrib.django.fenced(token), which joins atomic()"
+    return ConfigurationError(
+        f"autocommit is off and no transaction is open: the connection's owner commits it, and not fenced; {remedy}"
+    )
 
 
-def _retries(conn: AnyConnection) -> int:
-    """A transaction that was open before keeps its snapshot: a new one is the caller's to begin."""
-    return TRIES_MAX - 1 if conn.pgconn.transaction_status == pq.TransactionStatus.IDLE else 0
-
-
-# --- Shared with contrib.sqlalchemy
+# --- Shared with contrib
 
 
 def fence_params(token: LeaderToken, idle_timeout_s: float) -> dict[str, object]:
@@ -266,7 +306,7 @@ def meaning(error: BaseException, token: LeaderToken | None = None) -> PgLeaderL
     """What a driver's error means to a fenced writer: one of our own errors, or None when it is none of ours.
 
     Also for errors of your own statements: a write to a fenced table without a fence is `NotFenced`. With a `token` the
-    error is taken for one of the fence's own statement, where a serialization failure means `StaleEpoch`, too.
+    error is taken for one of the fence's own statement, where a serialization failure means `StaleEpoch` as well.
     """
     sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     diagnostic = getattr(error, "diag", None)
@@ -318,7 +358,7 @@ _REFUSALS: dict[str, Callable[[str, LeaderToken], PgLeaderLockError]] = {
 }
 
 
-def raced(error: StaleEpoch) -> bool:
+def raced(error: BaseException) -> bool:
     """Was the answer only that something had changed? A new transaction would get a definite one."""
     cause = error.__cause__
     return (getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)) == "40001"

@@ -6,9 +6,10 @@ opens again when heartbeats resume in the same term. Any thread may ask; a forke
 election itself.
 
 What it does not promise: a side effect that was already on its way when the gate closed. For writes into the same
-database use the fence, which needs no clock at all.
+database use the fence, which needs no clock at all. For a process that goes on working behind a shut gate there is
+`Watchdog`.
 
-Imports `fence`, `models`, `errors`, `_clock`, `_thread` and the standard library only. Knows nothing of sessions.
+Knows nothing of sessions.
 """
 
 import asyncio
@@ -17,18 +18,25 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from pgleaderlock._clock import BOOT_CLOCK, Clock
-from pgleaderlock._thread import settle
+from pgleaderlock._base.aio import cancel_once, first_of, settle
+from pgleaderlock._base.clock import BOOT_CLOCK, Clock
+from pgleaderlock._base.logging import get_logger
 from pgleaderlock.errors import NotLeader
 from pgleaderlock.fence import fenced
 from pgleaderlock.models import LeaderToken
 
-__all__ = ["LeaderGate"]
+__all__ = ["EXIT_CODE", "LeaderGate", "Watchdog"]
 
 NEVER = float("inf")
+EXIT_CODE = 70  # EX_SOFTWARE
+# The watchdog looks this many times within its limit, and at least once per LOOK_S_MAX.
+LOOKS = 4
+LOOK_S_MAX = 1.0
+# Of one term, kept until somebody has heard of them.
+GAPS_MAX = 100
 
 _EXPLAINED = {
     "disabled": "leader election is switched off on this node",
@@ -41,6 +49,8 @@ _EXPLAINED = {
     "late_heartbeat": "no heartbeat was acknowledged in time, so another node may lead by now",
     "forked": "this process was forked from the one that made the gate, and has not started the election itself",
 }
+REASONS = (*_EXPLAINED, "epoch_changed")
+"""Every `NotLeader.reason` that a gate gives."""
 
 
 class _Opening(NamedTuple):
@@ -54,10 +64,33 @@ class _Opening(NamedTuple):
 _SHUT = _Opening(NEVER, -NEVER, None)
 
 
+class Gap(NamedTuple):
+    """A time within a term in which its gate was shut, and why; on the gate's clock."""
+
+    from_at: float
+    to_at: float
+    why: str
+
+
+class GateRecord(NamedTuple):
+    """When the gate of the current term could act, on its clock."""
+
+    opened_at: float | None
+    """For the first time; None if it never could."""
+    shut_at: float | None
+    """The last moment at which it could, if it is shut now."""
+    gaps: tuple[Gap, ...]
+    """When it was shut in between, as far as nobody has heard of it yet."""
+
+
 class LeaderGate:
-    """One role's gate. `require_leader()` before each act; `acting()` around work that a drain should wait for."""
+    """One role's gate, got from `LeaderElection.gate(role)`; it may be asked from any thread.
+
+    Call `require_leader()` before each act, and use `acting()` around work that a drain should wait for.
+    """
 
     def __init__(self, role: str, *, clock: Clock = BOOT_CLOCK) -> None:
+        """Shut, until its election opens it. `clock` counts the seconds of opening and deadline; suspend counts."""
         self.role = role
         self._clock = clock
         self._now = clock.now
@@ -67,6 +100,9 @@ class LeaderGate:
         self._held_shut: set[str] = set()
         self.lapses = 0
         """How often a heartbeat came after the deadline: the gate had shut by itself, and was opened again."""
+        self._opened_at: float | None = None
+        self._acted_until: float | None = None
+        self._gaps: list[Gap] = []
         self._lock = threading.Lock()
         self._acting: dict[object, asyncio.Task[Any] | None] = {}  # None: in a thread without a loop
         self._blocked: Counter[str] = Counter()
@@ -74,7 +110,7 @@ class LeaderGate:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         _gates.add(self)
 
-    # --- Asked by whoever acts
+    # --- Asked by the application
 
     @property
     def is_leader(self) -> bool:
@@ -95,18 +131,19 @@ class LeaderGate:
 
     @property
     def holder_identity(self) -> str | None:
+        """This node's identity in the ledger, in its term; None when it leads nothing."""
         token = self._term.token
         return None if token is None else token.holder_identity
 
     def require_leader(self) -> LeaderToken:
-        """The token of the current term, or `NotLeader` with the reason."""
+        """The token of the current term, or `NotLeader` with the reason. Takes less than a microsecond."""
         opens_at, deadline, token = self._visible
         if opens_at <= self._now() < deadline:
             return token  # type: ignore[return-value]  # an opening always has its token
         raise self._counted(self._refusal())
 
     def ensure_epoch(self, epoch: int) -> None:
-        """Raise `NotLeader` unless the gate is open for this very term: the check just before the act."""
+        """Raise `NotLeader` unless the gate is open for the term of this epoch: the check just before the act."""
         token = self.require_leader()
         if token.epoch != epoch:
             raise self._counted(
@@ -115,6 +152,7 @@ class LeaderGate:
                     "epoch_changed",
                     f"epoch {epoch} of {self.role!r} is over: this node now leads epoch {token.epoch}; "
                     "begin the work anew",
+                    epoch=epoch,
                 )
             )
 
@@ -126,9 +164,9 @@ class LeaderGate:
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[LeaderToken]:
-        """Count a piece of work as in flight: a drain waits for it. Raises `NotLeader` instead of beginning."""
+        """Count the block as work in flight, which a drain waits for. Raises `NotLeader` if the gate is shut."""
         mark, task = object(), _current_task()
-        with self._lock:  # between the question and the count, no drain may begin
+        with self._lock:  # between the check and the count, no drain may begin
             token = self.require_leader()
             self._acting[mark] = task
         try:
@@ -139,11 +177,11 @@ class LeaderGate:
                 self._wake()
 
     def fenced(self, conn: Any, **options: Any) -> Any:
-        """`fenced(conn, token)` with the token of the open gate; `NotLeader` before anything is sent if it is shut."""
+        """`pgleaderlock.fenced(conn, token, **options)` with the token of the open gate; `NotLeader` if it is shut."""
         return fenced(conn, self.require_leader(), **options)
 
     async def wait_open(self, timeout_s: float | None = None) -> bool:
-        """True as soon as the gate is open; False when `timeout_s` is over first."""
+        """True as soon as the gate is open; False after `timeout_s` seconds. None waits without a limit."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._until(lambda: self.is_leader, self._next_opening)
@@ -152,7 +190,7 @@ class LeaderGate:
         return True
 
     def disable(self) -> None:
-        """Veto: nothing passes until `enable`. Leadership itself goes on."""
+        """Veto: the gate is shut until `enable`. Leadership itself goes on."""
         self._hold_shut("vetoed", shut=True)
 
     def enable(self, token: LeaderToken) -> None:
@@ -162,21 +200,24 @@ class LeaderGate:
                 self.role,
                 "epoch_changed",
                 f"epoch {token.epoch} of {self.role!r} is not the current one: nothing to lift",
+                epoch=token.epoch,
             )
         self._hold_shut("vetoed", shut=False)
 
     @property
     def in_flight(self) -> int:
-        """How many pieces of work are between the beginning and the end of `acting()`."""
+        """How many `acting()` blocks have begun and not ended."""
         return len(self._acting)
 
-    # --- Told by the election
+    # --- Called by the election
 
     def open(self, token: LeaderToken, opens_at: float, deadline: float, *, draining: bool = False) -> None:
-        """A new term. It may act from `opens_at` until `deadline`, unless it is to be given up before it has begun."""
+        """A new term. It may act from `opens_at` until `deadline` on the gate's clock, unless it is being drained."""
         with self._lock:
             (self._held_shut.add if draining else self._held_shut.discard)("draining")
             self._term = _Opening(opens_at, deadline, token)
+            self._opened_at = self._acted_until = None
+            self._gaps = []
             self._publish()
 
     def renew(self, deadline: float) -> None:
@@ -209,7 +250,7 @@ class LeaderGate:
             acting = [task for task in self._acting.values() if task is not None and task is not but]
         for task in acting:
             with contextlib.suppress(RuntimeError):  # that loop has been closed, and its tasks with it
-                task.get_loop().call_soon_threadsafe(_cancel_once, task)
+                task.get_loop().call_soon_threadsafe(cancel_once, task)
 
     def switch_off(self) -> None:
         """This node never acts for the role."""
@@ -227,6 +268,24 @@ class LeaderGate:
     def token(self) -> LeaderToken | None:
         """The token of the current term, open or not."""
         return self._term.token
+
+    def record(self) -> GateRecord:
+        """When the current term could act, up to now."""
+        with self._lock:
+            now, visible = self._now(), self._visible
+            self._note(visible, now)
+            shut = not visible.opens_at <= now < visible.deadline
+            return GateRecord(self._opened_at, self._acted_until if shut else None, tuple(self._gaps))
+
+    @property
+    def untold(self) -> bool:
+        """Was it shut and opened again, and nobody has heard of that yet?"""
+        return bool(self._gaps)
+
+    def told(self, gaps: Collection[Gap]) -> None:
+        """These gaps are on record elsewhere."""
+        with self._lock:
+            self._gaps = [gap for gap in self._gaps if gap not in gaps]
 
     async def wait_idle(self) -> None:
         """Return once nothing is in flight."""
@@ -265,13 +324,29 @@ class LeaderGate:
             self._publish()
 
     def _publish(self) -> None:
+        was, now = self._visible, self._now()
         self._visible = _SHUT if self._held_shut else self._term
+        if was.token is self._term.token:
+            self._note(was, now)
+        opens_at, deadline, _ = self._visible
+        if opens_at <= now < deadline:
+            if self._acted_until is not None and self._acted_until < now:
+                self._gaps.append(Gap(self._acted_until, now, "vetoed" if was.token is None else "late_heartbeat"))
+                self._gaps = self._gaps[-GAPS_MAX:]
+            if self._opened_at is None:
+                self._opened_at = now
         self._wake()
+
+    def _note(self, opening: _Opening, now: float) -> None:
+        """Until when this opening, which has been in force up to now, let the term act."""
+        if opening.opens_at <= now and opening.opens_at < opening.deadline:
+            self._opened_at = opening.opens_at if self._opened_at is None else self._opened_at
+            self._acted_until = min(now, opening.deadline)
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
         for loop, future in waiting:
-            with contextlib.suppress(RuntimeError):  # that loop has been closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # that loop has been closed: nothing waits there any more
                 loop.call_soon_threadsafe(settle, future)
 
     def _next_opening(self) -> float:
@@ -288,19 +363,13 @@ class LeaderGate:
             changed: asyncio.Future[None] = loop.create_future()
             with self._lock:
                 self._waiting.append((loop, changed))
-            timer: asyncio.Future[None] | None = None
             try:
                 if condition():
                     return
                 left_s = moment() - self._now()
-                if left_s < NEVER:
-                    timer = asyncio.ensure_future(self._clock.sleep(max(0.0, left_s)))
-                waited = [changed] if timer is None else [changed, timer]
-                await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                timers = [self._clock.sleep(max(0.0, left_s))] if left_s < NEVER else []
+                await first_of(changed, *timers)
             finally:
-                if timer is not None:
-                    timer.cancel()
-                changed.cancel()
                 with self._lock:
                     self._waiting = [entry for entry in self._waiting if entry[1] is not changed]
 
@@ -312,7 +381,7 @@ class LeaderGate:
                 return self._refused(why)
         if token is None:
             return self._refused(self._closed_because)
-        return self._refused("late_heartbeat" if now >= deadline else "waiting" if now < opens_at else "late_heartbeat")
+        return self._refused("waiting" if now < opens_at and now < deadline else "late_heartbeat")
 
     def _counted(self, refusal: NotLeader) -> NotLeader:
         with self._counting:
@@ -320,7 +389,8 @@ class LeaderGate:
         return refusal
 
     def _refused(self, why: str) -> NotLeader:
-        return NotLeader(self.role, why, f"must not act as leader of {self.role!r}: {_EXPLAINED.get(why, why)}")
+        text = f"must not act as leader of {self.role!r}: {_EXPLAINED.get(why, why)}"
+        return NotLeader(self.role, why, text, epoch=self.current_epoch)
 
 
 def _current_task() -> "asyncio.Task[Any] | None":
@@ -331,19 +401,42 @@ def _current_task() -> "asyncio.Task[Any] | None":
         return None
 
 
-def _cancel_once(task: "asyncio.Task[Any]") -> None:
-    """A second cancellation would strike the clean-up that the first one has begun."""
-    if not task.cancelling():
-        task.cancel()
-
-
 _gates: "weakref.WeakSet[LeaderGate]" = weakref.WeakSet()
 
 
 def _shut_in_child() -> None:
-    """In a forked child: whatever the parent may do, the child may not."""
+    """The parent may go on acting; the child may not act at all."""
     for gate in list(_gates):
         gate.shut_in_child()
 
 
 os.register_at_fork(after_in_child=_shut_in_child)
+
+
+class Watchdog:
+    """Ends the process once a gate has been shut for `after_s` seconds while work behind it goes on.
+
+    The last resort against a node that does not notice that it leads no more. Runs on a thread of its own, because the
+    event loop may be what is stuck.
+    """
+
+    def __init__(self, gates: Callable[[], Collection[LeaderGate]], after_s: float, clock: Clock) -> None:
+        self._gates = gates
+        self._after_s = after_s
+        self._clock = clock
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, name="pgleaderlock watchdog", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _watch(self) -> None:
+        shut_since: dict[LeaderGate, float] = {}
+        while not self._closed.wait(min(self._after_s / LOOKS, LOOK_S_MAX)):
+            now = self._clock.now()
+            for gate in self._gates():
+                if gate.is_leader or not gate.in_flight:
+                    shut_since.pop(gate, None)
+                elif now - shut_since.setdefault(gate, now) >= self._after_s:
+                    get_logger("pgleaderlock").error("hard_stop", role=gate.role, in_flight=gate.in_flight)
+                    os._exit(EXIT_CODE)

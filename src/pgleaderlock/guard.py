@@ -4,32 +4,28 @@ For services that leave retrying to Kubernetes, systemd or cron. `acquire_leader
 connection of yours: it neither waits nor retries. The two helpers below it do, on a connection of their own.
 
 What a guard does not promise is what no lock promises: see the first lines of `lock`. On a connection of yours there is
-no lease either: a process that is frozen keeps the lock until its connection ends. The helpers' connections have one.
+no lease either: a frozen process keeps the lock until its connection ends. The helpers' connections have a lease.
 
-Imports `_guarding`, `_hangup`, `_pool_check`, `_session`, `_conninfo`, `_sql`, `retry`, `keys`, `errors`, `_clock`,
-`_jitter`, `_logging`, `_thread`.
+Must never leave a lock behind that no guard holds.
 """
 
 import asyncio
-import contextlib
 import os
 import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, Self, TypeVar
 
 import psycopg
-from psycopg.rows import tuple_row
 
-from pgleaderlock import _guarding as guarding
-from pgleaderlock._clock import BOOT_CLOCK, Clock
-from pgleaderlock._conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
-from pgleaderlock._hangup import Hangup
-from pgleaderlock._jitter import JITTER
-from pgleaderlock._logging import get_logger
-from pgleaderlock._pool_check import Backend, prove
-from pgleaderlock._session import DedicatedSession
-from pgleaderlock._sql import statement
-from pgleaderlock._thread import settle
+from pgleaderlock._base.aio import cancel_and_wait, first_of, settle
+from pgleaderlock._base.clock import BOOT_CLOCK, Clock
+from pgleaderlock._base.logging import get_logger
+from pgleaderlock._base.steps import run
+from pgleaderlock._config.durations import check_timeout
+from pgleaderlock._lock import guarding
+from pgleaderlock._lock.guarding import Hangup, Holder
+from pgleaderlock._pg.conninfo import ConnectionSettings, Dsn, check_dsn, default_application_name
+from pgleaderlock._pg.session import DedicatedSession
 from pgleaderlock.errors import (
     ConfigurationError,
     ConnectionError,
@@ -39,9 +35,9 @@ from pgleaderlock.errors import (
     PgLeaderLockError,
     UnsafeSessionError,
 )
-from pgleaderlock.keys import DEFAULT_NAMESPACE, KeyPair, key_pair, key_params
+from pgleaderlock.keys import DEFAULT_NAMESPACE, KeyPair, key_pair
 from pgleaderlock.models import RetryContext
-from pgleaderlock.retry import RetryStrategy, checked_delay_s, reconnect_jitter_s
+from pgleaderlock.retry import JITTER, RetryStrategy, checked_delay_s, reconnect_jitter_s
 
 __all__ = [
     "LeadershipGuard",
@@ -67,9 +63,7 @@ class _Backing(Protocol):
 
     @property
     def closed(self) -> bool: ...
-    @property
-    def holding(self) -> bool: ...
-    async def unlock(self, *, abandon: bool) -> None: ...
+    async def unlock(self, *, abandon: bool) -> bool: ...
     async def check(self) -> bool: ...
     async def lost(self) -> None: ...
     async def close(self) -> None: ...
@@ -96,7 +90,7 @@ class LeadershipGuard:
     async def release(self) -> None:
         """Give leadership back. A second call does nothing, nor does any call in a forked child.
 
-        Raises `DatabaseError` if the session had died before: somebody else may have led meanwhile.
+        Raises `DatabaseError` if the session had ended before: another node may have led in between.
         """
         await self._release(abandon=False)
 
@@ -113,16 +107,18 @@ class LeadershipGuard:
         if backing.closed:
             self._backing = None
             await backing.close()
-            raise DatabaseError(f"leadership of {self.name!r} was lost before it was released: its session has ended")
+            raise guarding.lost_before(self.name)
         try:
-            await backing.unlock(abandon=abandon)
+            unlocked = await backing.unlock(abandon=abandon)
         except PgLeaderLockError:
-            if not backing.holding:  # not refused, but over: there is nothing left to release
+            if backing.closed:  # not refused, but over: there is nothing left to release
                 self._backing = None
                 await backing.close()
             raise
         self._backing = None
         await backing.close()
+        if not unlocked:
+            raise guarding.not_held(self.name)
 
     async def check(self) -> bool:
         """Ask the server for proof that this very session holds the lock. False when it does not."""
@@ -131,8 +127,8 @@ class LeadershipGuard:
     async def lost(self) -> None:
         """Return when the session has died, noticed at the socket. Returns at once if nothing is held.
 
-        Never reads from the connection. A network that is cut without a word is not a death that anybody hears of: for
-        that, call `check()` now and then, or take a helper, whose sessions are probed.
+        Never reads from the connection. A network that drops packets silently is not noticed: call `check()` at
+        intervals, or use a helper, whose sessions are probed.
         """
         if self.held and self._backing is not None:
             await self._backing.lost()
@@ -140,14 +136,14 @@ class LeadershipGuard:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        if exc_type is None:
+    async def __aexit__(self, _kind: object, leaving: BaseException | None, _trace: object) -> None:
+        if leaving is None:
             await self.release()
             return
         try:
             await self._release(abandon=True)
-        except PgLeaderLockError as error:  # the exception that is on its way out says more than this one
-            _log.warning("release_failed", lock=self.name, error=error)
+        except PgLeaderLockError as error:
+            _log.failed_at_exit("release_failed", error, leaving, lock=self.name)
 
     def __del__(self) -> None:
         if getattr(self, "_backing", None) is not None and self.held:
@@ -164,22 +160,13 @@ async def acquire_leadership(
 ) -> LeadershipGuard:
     """Try once to lead `name` on this open connection, which must be in autocommit. Neither waits nor retries.
 
-    Raises `LockNotAcquired` if somebody else leads, `DatabaseError` for everything else that can go wrong. If it is
+    Raises `LockNotAcquired` if another session leads, `DatabaseError` for everything else that can go wrong. If it is
     cancelled in mid-statement, the connection is closed: whether the lock was granted is unknown then.
     """
     keys = key_pair(name, namespace)
     guarding.check_kind(conn, psycopg.AsyncConnection)
-    with guarding.claimed(conn, name, keys):
-        guarding.check_fit(conn)
-        backend_pid = await _proven_pid(conn) if allow_pooler else conn.pgconn.backend_pid
-        params = {**key_params(keys), "backend_pid": backend_pid}
-        row = await _take(conn, "guard_take_pooled" if allow_pooler else "guard_take", params)
-        if row[0]:
-            return LeadershipGuard(name, keys, _OnConnection(conn, name, keys, backend_pid))
-        if row[0] is None:
-            (in_recovery,) = await _ask(conn, "looking at the session", "guard_diagnose", {})
-            raise guarding.not_fit(in_recovery, allow_pooler=allow_pooler)
-        raise guarding.not_acquired(name, await _holder(conn, keys))
+    holder = await run(guarding.take(conn, name, keys, allow_pooler=allow_pooler))
+    return LeadershipGuard(name, keys, _OnConnection(conn, name, keys, holder))
 
 
 async def acquire_leadership_with_retry(
@@ -235,8 +222,7 @@ async def acquire_leadership_blocking(
     The wait is cut into slices of about half a second, so that it holds back neither vacuum nor an index that is being
     built; within a slice, first come is first served. Cancelling it leaves nothing held.
     """
-    if timeout_s is not None and not timeout_s >= 0:
-        raise ConfigurationError(f"timeout_s={timeout_s!r} is not usable: give a number of seconds, or None to wait")
+    check_timeout(timeout_s)
     seeker = _Seeker(dsn, name, namespace, allow_pooler=allow_pooler)
     deadline = None if timeout_s is None else seeker.clock.now() + timeout_s
     async with seeker:
@@ -256,34 +242,19 @@ async def acquire_leadership_blocking(
 
 
 class _OnConnection:
-    def __init__(self, conn: psycopg.AsyncConnection[Any], name: str, keys: KeyPair, backend_pid: int) -> None:
-        self._conn, self._name, self._keys, self._backend_pid = conn, name, keys, backend_pid
-        self._denied = False
+    def __init__(self, conn: psycopg.AsyncConnection[Any], name: str, keys: KeyPair, holder: Holder) -> None:
+        self._conn, self._name, self._keys, self._holder = conn, name, keys, holder
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def closed(self) -> bool:
         return self._ended.done() or self._conn.closed
 
-    @property
-    def holding(self) -> bool:
-        return not self.closed and not self._denied
-
-    async def unlock(self, *, abandon: bool) -> None:
-        if guarding.must_roll_back(self._conn, abandon=abandon):
-            try:
-                await self._conn.rollback()
-            except psycopg.Error as error:
-                raise guarding.failed("rolling back", error) from error
-        guarding.check_releasable(self._conn, self._name)
-        row = await _decisive(self._conn, "releasing the lock", "guard_unlock", key_params(self._keys))
-        if not row[0]:
-            self._denied = True
-            raise guarding.not_held(self._name)
+    async def unlock(self, *, abandon: bool) -> bool:
+        return await run(guarding.unlock(self._conn, self._name, self._keys, abandon=abandon))
 
     async def check(self) -> bool:
-        params = {**key_params(self._keys), "backend_pid": self._backend_pid}
-        return bool((await _ask(self._conn, "checking the lock", "guard_check", params))[0])
+        return await run(guarding.check(self._conn, self._keys, self._holder))
 
     async def lost(self) -> None:
         loop = asyncio.get_running_loop()
@@ -299,80 +270,6 @@ class _OnConnection:
     async def close(self) -> None:
         guarding.forget(self._conn, self._keys)  # the connection is the caller's, and stays open
         settle(self._ended)
-
-
-async def _proven_pid(conn: psycopg.AsyncConnection[Any]) -> int:
-    """The backend behind an allowed pooler, once it is proven to be ours alone."""
-
-    async def sample() -> Backend:
-        # Not prepared: a prepared statement would stay behind on a backend that turns out to be shared.
-        backend = Backend(*await _ask(conn, "looking at the session", "same_backend", None, prepare=False))
-        guarding.check_between_transactions(conn)
-        return backend
-
-    try:
-        return (await prove(conn, sample)).pid
-    except ConnectionError as error:
-        raise guarding.refused(error) from error
-
-
-async def _ask(
-    conn: psycopg.AsyncConnection[Any],
-    what: str,
-    name: str,
-    params: dict[str, Any] | None,
-    *,
-    prepare: bool | None = None,
-) -> tuple[Any, ...]:
-    """One statement on the caller's connection, whatever its own cursor and row types are."""
-    try:
-        cursor = psycopg.AsyncCursor(conn, row_factory=tuple_row)
-        await cursor.execute(statement(name), params, prepare=prepare)
-        return await cursor.fetchone() or ()
-    except psycopg.Error as error:
-        raise guarding.failed(what, error) from error
-
-
-async def _take(conn: psycopg.AsyncConnection[Any], take: str, params: dict[str, Any]) -> tuple[Any, ...]:
-    """Try once. A statement may fail after the lock was granted, and a session's locks outlive its errors.
-
-    If the lock is held after an error, or nobody can tell, the session ends.
-    """
-    try:
-        return await _decisive(conn, "taking the lock", take, params)
-    except DatabaseError:
-        if not conn.closed and not await _is_free(conn, params):
-            await conn.close()
-        raise
-
-
-async def _is_free(conn: psycopg.AsyncConnection[Any], params: dict[str, Any]) -> bool:
-    """Does this very session not hold the lock?"""
-    try:
-        return (await _decisive(conn, "looking at the lock", "guard_free", params))[0] is True
-    except DatabaseError:
-        return False
-
-
-async def _decisive(
-    conn: psycopg.AsyncConnection[Any], what: str, name: str, params: dict[str, Any]
-) -> tuple[Any, ...]:
-    """A statement whose outcome decides who leads: if it is cancelled, the outcome is unknown, and the session ends."""
-    try:
-        return await _ask(conn, what, name, params)
-    except PgLeaderLockError:
-        raise
-    except BaseException:
-        await conn.close()
-        raise
-
-
-async def _holder(conn: psycopg.AsyncConnection[Any], keys: KeyPair) -> tuple[int, str | None] | None:
-    try:
-        row = await _ask(conn, "looking for the holder", "guard_holder", key_params(keys))
-    except DatabaseError:
-        return None  # that somebody holds it is known; who it is, is a courtesy
-    return (row[0], row[1]) if row else None
 
 
 # --- On a session of our own
@@ -444,14 +341,11 @@ class _OnSession:
     def closed(self) -> bool:
         return self._ended.done()
 
-    @property
-    def holding(self) -> bool:
-        return not self.closed
-
-    async def unlock(self, *, abandon: bool) -> None:
+    async def unlock(self, *, abandon: bool) -> bool:
         try:
             async with self._turn:
                 await self._session.unlock(self._keys)
+            return True
         except ConnectionError as error:
             raise DatabaseError(f"releasing {self._name!r} failed: {error}") from error
         finally:
@@ -461,6 +355,8 @@ class _OnSession:
         try:
             async with self._turn:
                 return await self._session.held(self._keys)
+        except UnsafeSessionError:
+            return False  # another server session has answered
         except ConnectionError as error:
             raise DatabaseError(f"checking {self._name!r} failed: {error}") from error
 
@@ -468,23 +364,17 @@ class _OnSession:
         await asyncio.shield(self._ended)
 
     async def close(self) -> None:
-        self._keeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([self._keeper])
-        await self._session.close()
-        settle(self._ended)
+        try:
+            await cancel_and_wait(self._keeper)
+        finally:
+            await self._session.close()
+            settle(self._ended)
 
     async def _keep(self) -> None:
         try:
             while True:
-                loss = asyncio.ensure_future(self._session.lost())
-                nap = asyncio.ensure_future(self._clock.sleep(PROBE_INTERVAL_S))
-                try:
-                    await asyncio.wait([loss, nap], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    loss.cancel()
-                    nap.cancel()
-                if loss.done() and not loss.cancelled():
+                loss, _ = await first_of(self._session.lost(), self._clock.sleep(PROBE_INTERVAL_S))
+                if not loss.cancelled():
                     break
                 async with self._turn:
                     await self._session.probe(self._keys)

@@ -1,63 +1,93 @@
-"""What the ledger tells: roles, nodes, terms with their failovers, events, and what was asked from afar. Frozen values.
+"""The ledger as frozen values: roles, nodes, terms with their failovers, slots, events, operators' requests.
 
-Read-only, for people and for programs that show something to people: the command line, the dashboard. Each answer is a
-look and not a promise. A run-time role's rights are enough. Every list comes in pages that an index finds, so that a
-thousand roles and a hundred thousand terms cost no more than what is shown. Ledgers of this version and of the one
-before are understood.
+For the command line, the dashboard, and programs of yours. Each answer may be outdated when it is read. A run-time
+role's rights are enough. Every list comes in pages that an index finds, so that a thousand roles and a hundred thousand
+terms cost no more than what is shown. Ledgers of this version and of the one before are understood.
 
-The functions take whoever can run a named statement (`Asks`): `Reader` does so on a connection of yours. Imports
-psycopg, `migrate` for the version, `_sql`, `errors` and the standard library. Must never write, and never decide.
+The functions take anything that runs a named statement (`Asks`): `Reader` does so on a connection of yours.
+
+Must never write, and never decide.
 """
 
 import dataclasses
 import datetime as dt
-from collections.abc import AsyncIterator
+import shlex
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import psycopg
-from psycopg.rows import dict_row
 
-from pgleaderlock._sql import statement
+from pgleaderlock._pg.reader import execute
 from pgleaderlock.errors import SchemaError
+from pgleaderlock.keys import DEFAULT_NAMESPACE, slot_namespace
 from pgleaderlock.migrate import check_schema
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = [
     "PAGE_SIZE",
+    "STATES",
     "Asks",
     "Event",
     "EventFeed",
+    "Incident",
     "LedgerFacts",
+    "NodeState",
     "NodeView",
     "Reader",
     "RequestView",
     "RoleView",
+    "SlotState",
+    "SlotView",
     "Term",
     "all_roles",
     "all_terms",
     "as_json",
     "events",
+    "incidents",
     "ledger_facts",
     "namespaces",
+    "node_state",
     "nodes",
     "request",
     "role",
+    "role_view",
     "roles",
+    "slots",
     "terms",
 ]
 
 PAGE_SIZE = 1000
 NODES_MAX = 1000
+NAMES_SHOWN = 3
 LAST_ID = 2**63 - 1
 EVER_S = 1e9  # about thirty years: make_interval takes no infinity
+MS_MAX = 253_402_300_799_999  # the end of the year 9999
 LATE_COMMIT_S = 60.0
+INCIDENT_APART_S = 60.0
 
-RoleState = Literal["led", "silent", "free"]
-NodeState = Literal["alive", "silent", "ended"]
+View = TypeVar("View", bound="DataclassInstance")
+RoleState = Literal["acting", "waiting", "draining", "vetoed", "late", "work_failed", "nobody", "forgotten"]
+STATES: Mapping[str, tuple[str, Literal["well", "late", "bad"]]] = {
+    "nobody": ("nobody", "bad"),
+    "work_failed": ("leads, work failed", "bad"),
+    "late": ("late heartbeat", "late"),
+    "draining": ("draining", "late"),
+    "vetoed": ("leads, gate vetoed", "late"),
+    "waiting": ("waiting", "late"),
+    "acting": ("acting", "well"),
+    "forgotten": ("forgotten", "well"),
+}
+"""Every state of a role, the worst first: what it is called, and how bad it is. Only in `acting` somebody may act."""
+TAKEN_SOON_S = 30.0  # what a live candidate wants it takes within this time
+NodeState = Literal["starting", "alive", "draining", "drained", "silent", "ended"]
+SlotState = Literal["running", "done", "failed", "lost"]
 
 
 class Asks(Protocol):
-    """Whoever can run a named statement on the database of the ledger."""
+    """Anything that runs a named statement on the database of the ledger."""
 
     async def rows(self, name: str, **params: object) -> list[dict[str, Any]]: ...
 
@@ -69,10 +99,7 @@ class Reader:
         self._connection = connection
 
     async def rows(self, name: str, **params: object) -> list[dict[str, Any]]:
-        # Bound here and not at the server, so that a condition which is not asked for costs nothing.
-        async with psycopg.AsyncClientCursor(self._connection, row_factory=dict_row) as cursor:
-            await cursor.execute(statement(name), params)
-            return await cursor.fetchall()
+        return await execute(self._connection, name, params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +112,15 @@ class LedgerFacts:
 
 @dataclass(frozen=True, slots=True)
 class RoleView:
-    """One role: who leads it by the ledger, and since when."""
+    """One role: who leads it by the ledger, since when, and whether that node may act."""
 
     namespace: str
     role: str
     state: RoleState
-    """`free`: nobody leads. `silent`: its leader has not been heard for longer than its lease."""
+    """`acting`: its leader may act. `waiting`: until its predecessor can no longer act. `draining`: no new work, and
+    some is in flight. `vetoed`: its application holds the gate shut. `late`: not heard for so long that its gate has
+    shut. `work_failed`: it leads, and is idle. `nobody`: no node leads, or not one that was heard within its lease.
+    `forgotten`: the same, and an operator has said that nobody misses it."""
     epoch: int
     node_id: str | None
     holder_identity: str | None
@@ -102,7 +132,21 @@ class RoleView:
     draining: bool
     """Its leader drains."""
     candidates: int
-    """Live nodes of the namespace that would lead. Which roles each of them is after, no table says."""
+    """Processes that could take this role over now, its leader among them. One of a library that does not say which
+    roles it wants counts for every role of its namespace."""
+    state_since: dt.datetime | None = None
+    """Of `nobody`: the last moment at which somebody could act, as far as that is known."""
+    state_age_s: float | None = None
+    opens_in_s: float | None = None
+    """How long a leader that waits will still wait."""
+    hold: str | None = None
+    """How its leader holds it: by a `session`, or by a `lease`."""
+    in_flight: int | None = None
+    """The work that its leader last said to be in flight, while it drains."""
+    why: str = ""
+    """One line: why nobody may act. Empty while somebody may, and of a role that was forgotten."""
+    command: str | None = None
+    """What to run next; None if there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +156,20 @@ class NodeView:
     namespace: str
     node_id: str
     state: NodeState
-    """`silent`: not heard for longer than its lease, and it has not said goodbye."""
+    """`starting`: no heartbeat yet. `draining`: it still leads; `drained`: it leads nothing, and does not compete.
+    `silent`: not heard for longer than its lease, and it has not said goodbye. `ended`: it has."""
+    live: bool
+    """Heard within its lease, and not ended: whatever it does."""
+    requested: str | None
+    """What an operator has asked of it and it has not done yet: `drain` or `resume`."""
+    name_shared: bool
+    """Another one that lives has the same `node_id`: a request to this node reaches both."""
     leads: int
     candidate: bool
     draining: bool
     balance: bool
+    hold: str
+    """`session`, or `lease` for a node without a session of its own."""
     session_id: int
     host: str
     os_pid: int
@@ -125,10 +178,15 @@ class NodeView:
     gate_s: float
     lease_s: float
     beat: int
+    process_started_at: dt.datetime
+    """When the election of this process opened its first session, as far as the ledger remembers."""
     started_at: dt.datetime
+    """When this session was opened: later, if its connection was lost."""
     last_heartbeat: dt.datetime
     heartbeat_age_s: float
     ended_at: dt.datetime | None
+    wants: int | None = None
+    """How many roles it competes for; None if it has not said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +200,7 @@ class Term:
     holder_identity: str
     began_at: dt.datetime
     ended_at: dt.datetime | None
-    """None: it has not ended. Of a term that was lost, the last heartbeat: nobody knows better."""
+    """None: it has not ended. Of a term that was lost, the last heartbeat: its true end is not known."""
     reason: str | None
     lasted_s: float
     """Up to now, if it has not ended."""
@@ -150,7 +208,62 @@ class Term:
     prev_node_id: str | None
     prev_reason: str | None
     failover_s: float | None
-    """From the end of the term before to the start of this one; None for the first."""
+    """From the last moment at which somebody could act before it to the first at which its own leader could; up to now,
+    if that one still waits. None for the first term, and for one that never could act."""
+    opened_at: dt.datetime | None = None
+    """When its gate opened first. None: never, or its leader did not say."""
+    shut_at: dt.datetime | None = None
+    """When its gate shut for good, if that was before its end."""
+    shut_s: float = 0.0
+    """How long its gate was shut between two times at which it was open; in a term that lasts, also since it shut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Terms of one node that ended together and for one reason: a crash or a drain is one, however many its roles."""
+
+    namespace: str
+    node_id: str
+    reason: str
+    """Why the terms ended: `lost`, `evicted`, `released`, `superseded`."""
+    began_at: dt.datetime
+    """When the first of the terms ended."""
+    ended_at: dt.datetime | None
+    """When the last of the roles had a leader again; None while one has none."""
+    roles: tuple[str, ...]
+    without_leader: tuple[str, ...]
+    """Those of the roles that have no leader yet."""
+    longest_s: float
+    """The longest time for which one of the roles had no leader; up to now, if it has none yet."""
+    taken_over_by: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One slot of `once`: what ran in one tick, and what became of it."""
+
+    namespace: str
+    name: str
+    slot: str
+    state: SlotState
+    """`running`: its runner is alive. `done`, `failed`: as its runner said. `lost`: its runner is gone, and has not
+    said how it ended."""
+    attempts: int
+    """How often it was begun."""
+    node_id: str | None
+    """Of the last attempt; None if its term is not on record any more."""
+    holder_identity: str
+    epoch: int
+    claimed_at: dt.datetime
+    """When its last attempt began."""
+    age_s: float
+    """Since then."""
+    ended_at: dt.datetime | None
+    """None: it runs, or when it ended is not known."""
+    took_s: float | None
+    """Up to now, if it runs."""
+    detail: str | None
+    """Why it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +283,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """Something that was asked from afar, and what became of it."""
+    """An operator's request in the ledger, and what became of it."""
 
     request_id: int
     at: dt.datetime
@@ -182,7 +295,7 @@ class RequestView:
     asked_by: str
     done_at: dt.datetime | None
     outcome: str | None
-    """`done`, `refused` or `expired`; None while it is open, and always in a ledger of version 2."""
+    """`done`, `refused` or `expired`; None while it is open."""
     detail: str | None
 
 
@@ -217,17 +330,28 @@ async def namespaces(asks: Asks, *, limit: int = PAGE_SIZE) -> tuple[str, ...]:
     return tuple(row["namespace"] for row in await asks.rows("history_namespaces", page_size=limit))
 
 
-async def roles(asks: Asks, namespace: str, *, after: str = "", limit: int = PAGE_SIZE) -> tuple[RoleView, ...]:
+async def roles(
+    asks: Asks, namespace: str, *, after: str = "", limit: int = PAGE_SIZE, with_forgotten: bool = False
+) -> tuple[RoleView, ...]:
     """One page of the roles of a namespace, as the database sorts them; `after` is the last name of the page before."""
-    rows = await asks.rows("history_roles", namespace=namespace, role=None, after=after, page_size=limit)
-    return tuple(_role(row) for row in rows)
+    rows = await asks.rows(
+        "history_roles",
+        namespace=namespace,
+        role=None,
+        prefix="",
+        after=after,
+        with_forgotten=with_forgotten,
+        page_size=limit,
+    )
+    return tuple(role_view(row) for row in rows)
 
 
-async def all_roles(asks: Asks, namespace: str) -> list[RoleView]:
-    """Every role of a namespace, read page by page."""
+async def all_roles(asks: Asks, namespace: str, *, with_forgotten: bool = False) -> list[RoleView]:
+    """Every role of a namespace, read page by page; those that were forgotten only if they are asked for."""
     found: list[RoleView] = []
     while True:
-        page = await roles(asks, namespace, after=found[-1].role if found else "", limit=PAGE_SIZE)
+        after = found[-1].role if found else ""
+        page = await roles(asks, namespace, after=after, limit=PAGE_SIZE, with_forgotten=with_forgotten)
         found += page
         if len(page) < PAGE_SIZE:
             return found
@@ -235,31 +359,97 @@ async def all_roles(asks: Asks, namespace: str) -> list[RoleView]:
 
 async def role(asks: Asks, namespace: str, name: str) -> RoleView | None:
     """One role; None if nobody has ever led it in this ledger."""
-    rows = await asks.rows("history_roles", namespace=namespace, role=name, after="", page_size=1)
-    return _role(rows[0]) if rows else None
+    rows = await asks.rows(
+        "history_roles", namespace=namespace, role=name, prefix="", after="", with_forgotten=True, page_size=1
+    )
+    return role_view(rows[0]) if rows else None
 
 
-def _role(row: dict[str, Any]) -> RoleView:
-    row = dict(row)
-    led = row.pop("led")
-    silent = led and row["heartbeat_age_s"] > row["lease_s"]
-    return RoleView(state="silent" if silent else "led" if led else "free", **row)
+def role_view(row: Mapping[str, Any]) -> RoleView:
+    """A row of `history_roles`, with the line that says why, and the command to copy."""
+    why, *command = _explained(row)
+    return _made(RoleView, row, why=why, command=_command(row["namespace"], *command) if command else None)
+
+
+def _command(namespace: str, verb: str, *names: str) -> str:
+    words = ["pgleaderlock", *verb.split(" ")]
+    words += [] if namespace == DEFAULT_NAMESPACE else ["--namespace", namespace]
+    words += ["--"] if any(name.startswith("-") for name in names) else []
+    return shlex.join([*words, *names])
+
+
+def _explained(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Why nobody may act, the command that helps, and what it is about; only an empty word if somebody may.
+
+    Without ages: they are shown beside it, and this changes only when the state does.
+    """
+    node, role, before = row["node_id"], row["role"], row["prev_node_id"] or "whoever led before"
+    led: Mapping[str, tuple[str, ...]] = {
+        "acting": ("",),
+        "forgotten": ("",),
+        "waiting": (f"{node} leads, and waits until {before} can no longer act", "history", role),
+        "draining": (f"{node} gives it up: no new work, and it waits for the end of what is in flight", "nodes"),
+        "vetoed": (f"{node} leads, and its application holds the gate shut", "step-down", role),
+        "late": (f"{node} was not heard in time: its gate is shut until it is heard again", "nodes"),
+        "work_failed": (f"{node} leads, and is idle: its work has failed", "step-down", role),
+    }
+    return led.get(row["state"]) or _unled(row)
+
+
+def _unled(row: Mapping[str, Any]) -> tuple[str, ...]:
+    why, drained = _ended(row), row["drained"]
+    if row["candidates"] and (row["state_age_s"] or 0.0) < TAKEN_SOON_S:
+        return f"{why}; a candidate is about to take it", "watch"
+    if row["candidates"]:
+        return f"{why}; the live nodes that compete for it do not take it", "nodes"
+    if drained:
+        names = ", ".join(drained[:NAMES_SHOWN]) + (" and others" if len(drained) > NAMES_SHOWN else "")
+        return f"{why}; drained, and not competing: {names}", "drain --resume", drained[0]
+    if not row["nodes_live"]:
+        return f"{why}; no node that would lead is alive", "nodes"
+    # Only of what was given back in order: the nodes of a role that was lost may have crashed, and are to be started.
+    if row["reason"] == "released" and not row["work_failed"]:
+        return f"{why}; no live node competes for it: start one, or forget the role", "roles forget", row["role"]
+    return f"{why}; no live node competes for it", "nodes"
+
+
+def _ended(row: Mapping[str, Any]) -> str:
+    """How the last term ended."""
+    if row["led"]:
+        return f"{row['node_id']} was not heard for longer than its lease of {row['lease_s']:g} s"
+    last = row["last_node_id"]
+    if last is None:
+        return "its last term is not on record any more"
+    if row["work_failed"]:
+        return f"its work has failed on {last}, which gave it up"
+    ends = {"released": f"{last} gave it up", "superseded": "its epoch was advanced by hand"}
+    return ends.get(row["reason"], f"{last} was lost")
 
 
 async def nodes(
     asks: Asks, namespace: str, *, heard_within_s: float = 0.0, limit: int = NODES_MAX
 ) -> tuple[NodeView, ...]:
-    """The nodes that live or lead, by name; and those that were heard within so many seconds and live no more."""
-    rows = await asks.rows("history_nodes", namespace=namespace, heard_within_s=heard_within_s, page_size=limit)
-    return tuple(_node(row) for row in rows)
+    """The nodes that live or lead, by name; and those that live no more but were heard within so many seconds."""
+    rows = await asks.rows(
+        "history_nodes",
+        namespace=namespace,
+        heard_within_s=heard_within_s,
+        after_node_id="",
+        after_session_id=0,
+        page_size=limit,
+    )
+    return tuple(_made(NodeView, row, state=node_state(row)) for row in rows)
 
 
-def _node(row: dict[str, Any]) -> NodeView:
-    row = dict(row)
-    del row["latest"]
-    silent = row["heartbeat_age_s"] > row["lease_s"]
-    state: NodeState = "ended" if row["ended_at"] is not None else "silent" if silent else "alive"
-    return NodeView(state=state, **row)
+def node_state(row: Mapping[str, Any]) -> NodeState:
+    """What a node does, from a row of `history_nodes`: one place for every view."""
+    if row["ended_at"] is not None:
+        return "ended"
+    if not row["live"]:
+        return "silent"
+    if row["draining"]:
+        return "draining" if row["leads"] else "drained"
+    return "alive" if row["beat"] else "starting"
 
 
 async def terms(
@@ -281,9 +471,10 @@ async def terms(
         role=name,
         since_s=_ever(since_s),
         before_epoch=before_epoch,
+        to_ms=MS_MAX,
         page_size=limit,
     )
-    return tuple(Term(**row) for row in rows)
+    return tuple(_made(Term, row) for row in rows)
 
 
 async def all_terms(asks: Asks, namespace: str, name: str, *, since_s: float | None = None) -> AsyncIterator[Term]:
@@ -298,31 +489,135 @@ async def all_terms(asks: Asks, namespace: str, name: str, *, since_s: float | N
         before_epoch = page[-1].epoch
 
 
+async def incidents(
+    asks: Asks, namespace: str, *, name: str | None = None, since: dt.datetime, until: dt.datetime | None = None
+) -> list[Incident]:
+    """What went wrong or was handed over in this time, the newest first; `name`: of one role alone.
+
+    From the terms that `all_terms` gives, so that every view agrees about how long nobody led.
+    """
+    now = (await asks.rows("history_now"))[0]["now"]
+    since_s = max(0.0, (now - since).total_seconds())
+    rows = await asks.rows("history_changed_roles", namespace=namespace, role=name, since_s=_ever(since_s))
+    ends: list[_End] = []
+    for row in rows:
+        found = [term async for term in all_terms(asks, namespace, row["role"], since_s=since_s)]
+        of_role = _ends(found, now, forgotten=row["forgotten"])
+        ends += [end for end in of_role if since <= end.at and (until is None or end.at <= until)]
+    return _incidents(namespace, ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of a term, and who led next."""
+
+    role: str
+    node_id: str
+    reason: str
+    at: dt.datetime
+    gap_s: float
+    next_node_id: str | None
+
+
+def _ends(found: Sequence[Term], now: dt.datetime, *, forgotten: bool) -> Iterator[_End]:
+    """Of one role's terms, the newest first. Nobody misses the leader of a role that was forgotten."""
+    if found and not forgotten and (last := found[0]).ended_at is not None:
+        gap_s = (now - last.ended_at).total_seconds()
+        yield _End(last.role, last.node_id, last.reason or "lost", last.ended_at, gap_s, None)
+    for term in found:
+        if term.failover_s is not None and term.prev_node_id is not None:
+            at = term.began_at - dt.timedelta(seconds=term.failover_s)
+            yield _End(term.role, term.prev_node_id, term.prev_reason or "lost", at, term.failover_s, term.node_id)
+
+
+def _incidents(namespace: str, ends: Iterable[_End]) -> list[Incident]:
+    groups: list[list[_End]] = []
+    latest: dict[tuple[str, str], list[_End]] = {}
+    for end in sorted(ends, key=lambda end: end.at):
+        group = latest.get((end.node_id, end.reason))
+        # A role that comes a second time begins another one: a node that crashes again and again is not one crash.
+        apart_s = INCIDENT_APART_S if group is None else (end.at - group[-1].at).total_seconds()
+        if group is None or apart_s >= INCIDENT_APART_S or any(end.role == other.role for other in group):
+            group = latest[end.node_id, end.reason] = []
+            groups.append(group)
+        group.append(end)
+    return [_incident(namespace, group) for group in reversed(groups)]
+
+
+def _incident(namespace: str, group: Sequence[_End]) -> Incident:
+    open_ends = tuple(sorted(end.role for end in group if end.next_node_id is None))
+    return Incident(
+        namespace=namespace,
+        node_id=group[0].node_id,
+        reason=group[0].reason,
+        began_at=group[0].at,
+        ended_at=None if open_ends else max(end.at + dt.timedelta(seconds=end.gap_s) for end in group),
+        roles=tuple(sorted(end.role for end in group)),
+        without_leader=open_ends,
+        longest_s=max(end.gap_s for end in group),
+        taken_over_by=tuple(sorted({end.next_node_id for end in group if end.next_node_id is not None})),
+    )
+
+
 async def events(
     asks: Asks,
     namespace: str,
     *,
     name: str | None = None,
+    node: str | None = None,
     since_s: float | None = None,
     before_id: int = LAST_ID,
     limit: int = PAGE_SIZE,
 ) -> tuple[Event, ...]:
-    """One page of events (of the role `name`), the newest first; `before_id` is the last one of the page before."""
+    """One page of events (of the role `name`, of `node`), newest first; `before_id` is the last of the page before."""
     rows = await asks.rows(
         "history_events_before",
         namespace=namespace,
         role=name,
+        node=node,
         since_s=_ever(since_s),
+        from_ms=0,
+        to_ms=MS_MAX,
         before_id=before_id,
         page_size=limit,
     )
-    return tuple(Event(**row) for row in rows)
+    return tuple(_made(Event, row) for row in rows)
+
+
+async def slots(asks: Asks, namespace: str, name: str | None = None, *, limit: int = PAGE_SIZE) -> tuple[SlotView, ...]:
+    """The newest slots of `name`; without it the newest slot of each name. The ledger keeps a thousand of each.
+
+    `SchemaError` says what to do if this ledger has no slots yet, or none that this role may read.
+    """
+    (found,) = await asks.rows("history_slots_readable")
+    if not found["present"]:
+        raise SchemaError("this ledger has no slots: they come with version 5, run `pgleaderlock migrate`")
+    if not found["readable"]:
+        raise SchemaError(
+            "the slots are not readable for this role: let the owner of the ledger run "
+            "`pgleaderlock migrate --grant-reader-to ROLE`"
+        )
+    rows = await asks.rows("history_slots", namespace=slot_namespace(namespace), slot_name=name, page_size=limit)
+    return tuple(_made(SlotView, row, namespace=namespace, took_s=_took_s(row)) for row in rows)
+
+
+def _took_s(row: Mapping[str, Any]) -> float | None:
+    if row["ended_at"] is not None:
+        took: dt.timedelta = row["ended_at"] - row["claimed_at"]
+        return took.total_seconds()
+    return row["age_s"] if row["state"] == "running" else None
 
 
 async def request(asks: Asks, request_id: int) -> RequestView | None:
     """What became of a request."""
     rows = await asks.rows("history_request", request_id=request_id)
     return RequestView(**rows[0]) if rows else None
+
+
+def _made(kind: type[View], row: Mapping[str, Any], **more: object) -> View:
+    """A row as a value; a statement may have columns for other readers."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{name: row[name] for name in row if name in names}, **more)
 
 
 def _ever(since_s: float | None) -> float:
@@ -333,8 +628,8 @@ class EventFeed:
     """Every event once, from some moment on; it outlives the connection that it is read through.
 
     Numbers are given out before a commit, so a lower one may appear after a higher one: the last minute is read again
-    each time, and what was seen is left out. What takes longer than that to commit is missed; nothing in the ledger
-    does.
+    each time, and what was seen is left out. An event that takes longer than that to commit would be missed; nothing in
+    the ledger does.
     """
 
     def __init__(self, namespace: str, name: str | None = None) -> None:
@@ -362,9 +657,16 @@ class EventFeed:
         floor = after = self._floor
         while True:
             rows = await asks.rows(
-                "history_events_after", namespace=self._namespace, role=self._name, after_id=after, page_size=PAGE_SIZE
+                "history_events_after",
+                namespace=self._namespace,
+                role=self._name,
+                node=None,
+                after_id=after,
+                from_ms=0,
+                to_ms=MS_MAX,
+                page_size=PAGE_SIZE,
             )
-            page = [Event(**row) for row in rows]
+            page = [_made(Event, row) for row in rows]
             fresh += [event for event in page if event.event_id not in seen]
             seen |= {event.event_id for event in page}
             floor = max([floor, *(event.event_id for event in page if event.age_s > LATE_COMMIT_S)])

@@ -1,10 +1,8 @@
-"""From a name to the pair of advisory-lock keys: pure, and stable for ever.
+"""From a name to the pair of advisory-lock keys.
 
-Two versions of this library, or a lock, a guard and an election, must meet at the same key for the same
-name; a change here would let two leaders run side by side during an upgrade. The test vectors are frozen.
-Only the pair space of PostgreSQL is used: `(a, b)` and the bigint made of `a` and `b` are different locks.
-
-Imports the standard library and `errors` only.
+Pure, and it must never change: two versions of this library, and a lock, a guard and an election, have to derive the
+same keys from the same name, or two leaders run side by side during an upgrade. The test vectors are frozen. Only
+PostgreSQL's pairs are used: `(a, b)` and the bigint made of `a` and `b` are different locks.
 """
 
 import hashlib
@@ -21,6 +19,7 @@ __all__ = [
     "key_pair",
     "key_pair_from_bigint",
     "key_params",
+    "slot_namespace",
 ]
 
 DEFAULT_NAMESPACE = "pgleaderlock"
@@ -32,6 +31,11 @@ BIGINT_MIN, BIGINT_MAX = -(2**63), 2**63 - 1
 KeyPair = tuple[int, int]
 
 
+def slot_namespace(namespace: str) -> str:
+    """Where the elections for slots (`once`) are held: apart from roles, which are meant to be led all the time."""
+    return f"{namespace}.once"
+
+
 def key_pair(name: str, namespace: str = DEFAULT_NAMESPACE) -> KeyPair:
     """The keys of a named lock: the first eight bytes of SHA-256(namespace NUL name), as two signed 32-bit integers."""
     for what, text in (("namespace", namespace), ("name", name)):
@@ -40,7 +44,7 @@ def key_pair(name: str, namespace: str = DEFAULT_NAMESPACE) -> KeyPair:
     return _derived(name, namespace)
 
 
-@lru_cache(maxsize=256)  # a service asks for the same few names again and again
+@lru_cache(maxsize=256)  # a service uses the same few names again and again
 def _derived(name: str, namespace: str) -> KeyPair:
     digest = hashlib.sha256(_checked("namespace", namespace) + b"\0" + _checked("name", name)).digest()
     key1, key2 = struct.unpack(">ii", digest[:8])
@@ -48,7 +52,7 @@ def _derived(name: str, namespace: str) -> KeyPair:
 
 
 def key_pair_from_bigint(key: int) -> KeyPair:
-    """The high and the low half of a 64-bit key, for those who already have one number."""
+    """The high and the low half of a 64-bit key."""
     _check_integer("key", key, BIGINT_MIN, BIGINT_MAX)
     key1, key2 = struct.unpack(">ii", struct.pack(">q", key))
     return key1, key2

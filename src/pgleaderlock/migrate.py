@@ -1,40 +1,38 @@
 """Creates and upgrades the ledger: any number of nodes may do so at once, and each version is applied once.
 
-Each migration is one file and one transaction, under an advisory lock: whoever comes second finds it done. Nothing is
-ever half applied, and an unknown, newer ledger is left alone. The library serves a ledger one version older and one
-newer than its own, so that nodes can be upgraded one after the other.
+Each migration is one file and one transaction, under an advisory lock: the node that comes second finds it done.
+Nothing is ever half applied, and an unknown, newer ledger is left alone. The library serves a ledger one version older
+and one newer than its own, so that nodes can be upgraded one after the other.
 
-Imports psycopg, `_refusals`, `_conninfo`, `_sql`, `keys` and `errors`. Must never drop or overwrite what it has not
-made.
+Must never drop or overwrite what it has not made.
 """
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
 
-from pgleaderlock._connect import connect
-from pgleaderlock._conninfo import CONNECT_TIMEOUT_S, Dsn, check_dsn, resolve, scrub
-from pgleaderlock._refusals import connect_error, safe_cause, standby_error
-from pgleaderlock._sql import statement
-from pgleaderlock.errors import ConfigurationError, ConnectionError, SchemaError, UnsafeSessionError
+from pgleaderlock._pg.connect import connect, resolved
+from pgleaderlock._pg.conninfo import Dsn, check_dsn, plain_params, scrub
+from pgleaderlock._pg.explain import connect_error, safe_cause, standby_error, version_error
+from pgleaderlock._pg.reader import execute
+from pgleaderlock._pg.session import VERSION_MIN
+from pgleaderlock._pg.statements import statement
+from pgleaderlock.errors import ConfigurationError, ConnectionError, SchemaError
 from pgleaderlock.keys import key_pair, key_params
 
 __all__ = ["LEDGER_VERSION", "advance_epoch", "check_schema", "migrate", "pending", "sql"]
 
-LEDGER_VERSION = 4
-VERSION_MIN = 140000
-# Longer than the wait for another node's migration (60 s, in migrate_lock).
+LEDGER_VERSION = 5
+# Longer than the wait for another node's migration: 60 s, in migrate_lock.
 TIMEOUT_S = 120.0
 NAME_BYTES_MAX = 63
 
-# Locks of users have other namespaces, unless they ask for this very one.
+# A namespace that users have no reason to choose.
 _LOCK = key_pair("migrate", "pgleaderlock ledger")
 _RUN_MIGRATE = "run `pgleaderlock migrate` on this database"
 
@@ -88,7 +86,7 @@ async def advance_epoch(dsn: Dsn, role: str, *, namespace: str, channel: str) ->
         async with conn.transaction():
             await _row(conn, "epoch_patience", {})
             row = await _row(conn, "epoch_advance", {"role": role, "namespace": namespace, "channel": channel})
-        with contextlib.suppress(psycopg.Error):  # a hint: the epoch is advanced whether somebody is woken or not
+        with contextlib.suppress(psycopg.Error):  # a hint: without it the nodes notice with their next tick
             await _row(conn, "ledger_hint", {"channel": channel, "hint": "advanced"})
     return row["old_epoch"], row["new_epoch"]
 
@@ -129,7 +127,7 @@ def sql(
 @cache
 def _migrations() -> dict[int, str]:
     found: dict[int, str] = {}
-    for entry in files("pgleaderlock._sql").joinpath("migrations").iterdir():
+    for entry in files("pgleaderlock._pg").joinpath("sql", "migrations").iterdir():
         if entry.name.endswith(".sql"):
             version = int(entry.name.partition("_")[0])
             if version in found:
@@ -140,7 +138,7 @@ def _migrations() -> dict[int, str]:
 
 async def _looked(conn: psycopg.AsyncConnection[Any]) -> dict[str, Any]:
     seen = await _row(conn, "migrate_look", {})
-    seen["version"] = (await _row(conn, "migrate_version", {}))["version"] if seen["has_ledger"] else None
+    seen["version"] = (await _row(conn, "ledger_version", {}))["version"] if seen["has_ledger"] else None
     return seen
 
 
@@ -160,7 +158,7 @@ def _todo(seen: Mapping[str, Any], *, only_look: bool = False) -> list[int]:
             f"role {seen['role']!r} may not create a schema in database {seen['database']!r}: "
             "run `pgleaderlock migrate` as the database's owner, or give `pgleaderlock migrate --print` to your DBA"
         )
-    # Whoever owns the schema may replace what is in it, so it must not belong to a stranger.
+    # The owner of the schema can replace what is in it, so it must not be another role.
     if seen["owner"] is not None and not seen["is_owner"]:
         raise SchemaError(
             f"the schema pgleaderlock belongs to role {seen['owner']}, and this is {seen['role']!r}: "
@@ -221,7 +219,7 @@ async def _connected(dsn: Dsn) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
     try:
         async with asyncio.timeout(TIMEOUT_S):
             check_dsn(dsn)
-            params = _params(await resolve(dsn))
+            params = plain_params(await resolved(dsn), "pgleaderlock migrate")
             async with await _connect(params) as conn:
                 yield conn
     except TimeoutError:
@@ -240,27 +238,13 @@ async def _connect(params: Mapping[str, str]) -> psycopg.AsyncConnection[Any]:
     await conn.set_read_only(False)
     if conn.pgconn.server_version < VERSION_MIN:
         await conn.close()
-        raise UnsafeSessionError(
-            "version", f"PostgreSQL {conn.pgconn.server_version // 10000} is too old for pgleaderlock: use 14 or newer"
-        )
+        raise version_error(conn.pgconn.server_version)
     return conn
 
 
-def _params(dsn: str) -> dict[str, str]:
-    check_dsn(dsn)
-    given = {key: str(value) for key, value in conninfo_to_dict(dsn.strip()).items() if value is not None}
-    ours = {
-        "application_name": os.environ.get("PGAPPNAME") or "pgleaderlock migrate",
-        "connect_timeout": os.environ.get("PGCONNECT_TIMEOUT") or str(CONNECT_TIMEOUT_S),
-    }
-    if "," in given.get("host", "") + given.get("hostaddr", ""):
-        ours["target_session_attrs"] = "primary"
-    return {**ours, **given}
-
-
 async def _row(conn: psycopg.AsyncConnection[Any], name: str, params: Mapping[str, object]) -> dict[str, Any]:
-    row = await (await conn.execute(statement(name), params)).fetchone()
-    return dict(row) if row is not None else {}
+    (row,) = await execute(conn, name, params)
+    return row
 
 
 _EXPLAINED = {

@@ -1,13 +1,12 @@
-"""The values that pass between the parts: states, contexts, callback types. All frozen, none with behaviour.
-
-Imports the standard library only.
-"""
+"""The values that pass between the parts: states, contexts, callback types. All frozen, none with behaviour."""
 
 import enum
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 __all__ = [
+    "LEAD_CANCELLED",
+    "WORK_FAILED",
     "Callback",
     "ErrorCallback",
     "LeaderStateChanged",
@@ -17,9 +16,14 @@ __all__ = [
     "StateChangeCallback",
 ]
 
+WORK_FAILED = "its work has failed"
+"""The detail of the ledger's event `drain_began`, by which `status` knows why a role is led by nobody."""
+LEAD_CANCELLED = "its lead was cancelled"
+"""The same event when the application has left `lead`."""
+
 
 class LockState(enum.Enum):
-    """Where a lock stands in its life cycle; the rules are the table in `_fsm`."""
+    """Where a lock stands in its life cycle; the rules are the table in `_lock/fsm.py`."""
 
     STOPPED = "stopped"
     """Not running: no task, no connection."""
@@ -43,7 +47,7 @@ class RetryContext:
     """1 for the first failure of this cycle."""
     elapsed_s: float
     """Time since the first attempt of this cycle."""
-    last_error: Exception | None
+    last_error: Exception | None = None
     """Why the attempt failed; None when the lock was simply held by someone else."""
 
 

@@ -1,18 +1,19 @@
-"""A small HTTP endpoint for whoever watches a node: /metrics, /healthz, /readyz and /leader.
+"""A small HTTP endpoint for orchestrators and Prometheus: /metrics, /healthz, /readyz and /leader.
 
 | path | 200 when |
 |---|---|
-| /healthz | the process lives and its election has not ended; says nothing of the database, which no restart mends |
-| /readyz | this node has a session, so that it leads or could take over |
+| /healthz | the process lives and its election has not ended; independent of the database, which no restart repairs |
+| /readyz | this node has a session, so that it leads or could take over, and no work of `lead` has failed |
 | /leader?role=R | this node's *gate* is open for the role. Without `role`, for the only role of the election |
 | /metrics | always, if there are metrics to show |
 
-Anything else is 503, 404 for what does not exist, 400 and 405 for what is no such question. GET and HEAD only, one
-request a connection.
+The body of /readyz has a line for each role that this node leads and must not act for, with its state.
 
-Imports `election` for its type, `models`, `errors`, `_logging` and the standard library: no web framework, no
-prometheus-client. It must never change anything, wait for the database, or let a slow or greedy client hold it up:
-each limit is below.
+Otherwise 503; 404 for an unknown path or role, 400 and 405 for a request that cannot be answered. GET and HEAD only,
+one request per connection.
+
+It reads HTTP itself, because it must run without any extra: no web framework, no prometheus-client. It must never
+change anything, wait for the database, or let a slow or greedy client hold it up: each limit is below.
 """
 
 import asyncio
@@ -21,15 +22,15 @@ import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Self
+from typing import Self
 from urllib.parse import parse_qs, urlsplit
 
-from pgleaderlock._logging import get_logger
+from pgleaderlock._base.aio import cancel_and_wait
+from pgleaderlock._base.logging import get_logger
+from pgleaderlock._election.role import standing
+from pgleaderlock.election import LeaderElection
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.models import LockState
-
-if TYPE_CHECKING:
-    from pgleaderlock.election import LeaderElection
 
 __all__ = ["PATHS", "ProbeServer"]
 
@@ -56,7 +57,7 @@ class _Answer:
             f"HTTP/1.1 {self.status.value} {self.status.phrase}",
             f"Content-Type: {self.content_type}",
             f"Content-Length: {len(self.body)}",
-            "Cache-Control: no-store",  # an answer of a moment ago is no answer
+            "Cache-Control: no-store",  # an answer is true for the moment only
             "X-Content-Type-Options: nosniff",
             "Connection: close",
             *(["Allow: GET, HEAD"] if self.allow else []),
@@ -73,15 +74,16 @@ def _yes_or_no(yes: bool, if_yes: str, if_no: str) -> _Answer:
 
 
 class ProbeServer:
-    """Serves the probes of one election between `start` and `close`, or for as long as it is entered.
+    """Serves the probes of one election between `start` and `close`, or inside `async with`.
 
-    `metrics` gives the text for /metrics: `ElectionMetrics(election).exposition`. It is called in a thread, because a
-    thousand roles take their time to print.
+    host, port: where it listens; port 0 takes a free one.
+    metrics: gives the text for /metrics, as `ElectionMetrics(election).exposition` does. It is called in a thread,
+    because the text for a thousand roles takes a quarter of a second. None: there is no /metrics.
     """
 
     def __init__(
         self,
-        election: "LeaderElection",
+        election: LeaderElection,
         *,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -109,14 +111,11 @@ class ProbeServer:
         _log.info("probes_listening", host=self._host, port=self.port)
 
     async def close(self) -> None:
-        """Stop listening, and end what is connected."""
+        """Stop listening, and close every connection."""
         if self._server is None:
             return
         self._server.close()
-        for connection in list(self._connections):
-            connection.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections)
+        await cancel_and_wait(*self._connections)
         await self._server.wait_closed()
         self._server = None
 
@@ -129,7 +128,7 @@ class ProbeServer:
 
     @property
     def port(self) -> int:
-        """Where it listens: the one that was asked for, or the one that was free."""
+        """The port on which it listens."""
         assert self._server is not None, "not listening"
         port = self._server.sockets[0].getsockname()[1]
         assert isinstance(port, int)
@@ -151,7 +150,7 @@ class ProbeServer:
                 await self._serve(reader, writer)
         finally:
             self._connections.discard(task)
-            # Not `wait_closed`: whoever does not read what we sent must not hold us up.
+            # Not `wait_closed`: a client that does not read the response must not hold us up.
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -168,7 +167,7 @@ class ProbeServer:
             writer.write(answer.raw(head=head))
             await writer.drain()
             writer.write_eof()
-            await reader.read(1)  # until the other side has taken it: an abort before that would tear it off
+            await reader.read(1)  # until the client has read it: aborting now would send a RST, and could lose it
 
     async def _answer(self, request: bytes) -> tuple[_Answer, bool]:
         first, *headers = request.decode("latin-1").split("\r\n")
@@ -184,7 +183,7 @@ class ProbeServer:
         return await self._route(target), method == "HEAD"
 
     def _is_ours(self, headers: list[str]) -> bool:
-        """On loopback, only a page that was rebound to it would ask by another name than localhost or an address."""
+        """On loopback, only a page with a rebound DNS name asks by another name than localhost or an address."""
         if not _is_loopback(self._host):
             return True
         named = [
@@ -192,7 +191,7 @@ class ProbeServer:
         ]
         return len(named) <= 1 and all(_is_loopback(_without_port(name), any_address=True) for name in named)
 
-    # --- The questions
+    # --- The paths
 
     async def _route(self, target: str) -> _Answer:
         try:
@@ -204,17 +203,17 @@ class ProbeServer:
             case "/healthz":
                 return _yes_or_no(not self._over(), "alive", "the election has ended")
             case "/readyz":
-                return _yes_or_no(self._ready(), "ready", "no session with the database")
+                return self._readiness()
             case "/leader":
                 return self._leader(query.get("role", []))
             case "/metrics" if self._metrics is not None:
-                async with self._rendering:  # one at a time: a second one would not be finished sooner
+                async with self._rendering:  # one at a time: a second thread would not be faster
                     return _Answer(HTTPStatus.OK, await asyncio.to_thread(self._metrics), METRICS_TEXT)
             case _:
                 return _said(HTTPStatus.NOT_FOUND, f"nothing here; there is {', '.join(PATHS)}")
 
     def _over(self) -> bool:
-        """Has it ended, and not been started again? One that is switched off has roles that are stopped, and lives."""
+        """Has it ended, and not been started again? A disabled election has stopped roles too, and has not ended."""
         election = self._election
         if self._ended and any(election.state(role) is not LockState.STOPPED for role in election.roles):
             self._ended = False
@@ -223,12 +222,26 @@ class ProbeServer:
     def _note_end(self) -> None:
         self._ended = True
 
-    def _ready(self) -> bool:
+    def _readiness(self) -> _Answer:
         """A standalone election leads without a session."""
         election = self._election
-        return election.heartbeat_age_s() is not None or any(
+        failed = [role for role in election.roles if election.work_error(role) is not None]
+        if failed:
+            more = f" and of {len(failed) - 1} more roles" if len(failed) > 1 else ""
+            return _said(HTTPStatus.SERVICE_UNAVAILABLE, f"the work of {failed[0]!r}{more} has failed")
+        ready = election.heartbeat_age_s() is not None or any(
             election.state(role) is LockState.LEADER for role in election.roles
         )
+        lines = [f"{role}: {stands}" for role in election.roles if (stands := self._trouble(role)) is not None]
+        return _yes_or_no(ready, "\n".join(["ready", *lines]), "no session with the database")
+
+    def _trouble(self, role: str) -> str | None:
+        """Why this node must not act for a role that it leads; None if it may, or does not lead."""
+        election, gate = self._election, self._election.gate(role)
+        failed = election.work_error(role) is not None
+        stands = standing(election.state(role), gate.shut_because, work_failed=failed)
+        flying = f", {gate.in_flight} in flight" if stands == "draining" else ""
+        return None if stands in ("acting", "follows") else f"{stands}{flying}"
 
     def _leader(self, named: list[str]) -> _Answer:
         roles = self._election.roles
@@ -237,7 +250,9 @@ class ProbeServer:
         role = named[0] if named else roles[0]
         if role not in roles:
             return _said(HTTPStatus.NOT_FOUND, "this node does not know that role")
-        return _yes_or_no(self._election.gate(role).is_leader, "leader", "not the leader")
+        idle = self._election.work_error(role) is not None
+        leads = "leader, idle: its work has failed" if idle else "leader"
+        return _yes_or_no(self._election.gate(role).is_leader, leads, "not the leader")
 
 
 def _without_port(host: str) -> str:

@@ -2,21 +2,20 @@
 
 Pure: no clock, no sleeping, no I/O. A strategy without memory may be shared between locks; one with memory
 offers `copy()`, which each lock calls once, so that two locks never disturb each other's sequence.
-
-Imports `errors`, `models`, `_jitter` and the standard library only.
 """
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from pgleaderlock._jitter import JITTER
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.models import RetryContext
 
 __all__ = [
+    "JITTER",
     "DecorrelatedJitter",
+    "DefaultRetry",
     "ExponentialBackoff",
     "FixedInterval",
     "RetryStrategy",
@@ -25,6 +24,9 @@ __all__ = [
 ]
 
 
+# The source of random delays, so that many processes do not try in step. The operating system's has no state in the
+# process: forked children of one parent draw different delays.
+JITTER: random.Random = random.SystemRandom()
 JITTER_S_MIN = 0.1
 JITTER_FRACTION = 0.2
 
@@ -51,10 +53,14 @@ class ExponentialBackoff:
         _check_number("multiplier", self.multiplier, at_least=1.0)
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:
+        return self.delay_s(ctx.attempt)
+
+    def delay_s(self, attempt: int) -> float:
+        """Seconds to wait after failure number `attempt`, counted from 1."""
         if self.base_s == 0:
             return 0.0
         try:
-            delay_s = self.base_s * self.multiplier ** (ctx.attempt - 1)
+            delay_s = self.base_s * self.multiplier ** (attempt - 1)
         except OverflowError:  # after a thousand doublings the power no longer fits a float
             return self.max_s
         return min(delay_s, self.max_s)
@@ -71,6 +77,23 @@ class FixedInterval:
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:
         return self.interval_s
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultRetry:
+    """`held_s` while another session holds the lock; `errors` while the database fails.
+
+    A database that is down must not be stormed. A lock that is held costs one small statement per try.
+    """
+
+    held_s: float = 1.0
+    errors: ExponentialBackoff = field(default_factory=ExponentialBackoff)
+
+    def __post_init__(self) -> None:
+        _check_number("held_s", self.held_s, at_least=0.0)
+
+    def next_delay_s(self, ctx: RetryContext) -> float | None:
+        return self.held_s if ctx.last_error is None else self.errors.next_delay_s(ctx)
 
 
 class DecorrelatedJitter:
@@ -114,9 +137,9 @@ def checked_delay_s(delay_s: object) -> float | None:
 
 
 def reconnect_jitter_s(delay_s: float, rng: random.Random) -> float:
-    """What a reconnect waits on top of its delay, at random, so that a restarted database is not stormed.
+    """A random time on top of the delay of a reconnect, so that many nodes do not reconnect at once.
 
-    A thousand nodes notice a restart in the same millisecond, and the strategy may well be the same constant for all.
+    A thousand nodes notice a restart in the same millisecond, and their strategies may all be the same constant.
     """
     return rng.uniform(0.0, max(JITTER_S_MIN, delay_s * JITTER_FRACTION))
 

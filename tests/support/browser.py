@@ -111,14 +111,14 @@ def axe_source() -> str:
     if not script.exists():
         npm = shutil.which("npm")
         if npm is None:
-            pytest.skip(f"npm is needed to fetch {AXE}, and this machine has none")
+            pytest.skip(f"needs {AXE}: install npm, which fetches it")
         script.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=script.parent) as folder:
             try:
                 command = [npm, "pack", AXE, "--ignore-scripts", "--silent", "--pack-destination", folder]
                 subprocess.run(command, check=True, capture_output=True, cwd=folder, timeout=FETCH_TIMEOUT_S)
             except (OSError, subprocess.SubprocessError) as error:
-                pytest.skip(f"{AXE} is needed and cannot be fetched from the npm registry: {error}")
+                pytest.skip(f"needs {AXE}: run again with a network, so that npm can fetch it ({error})")
             (archive,) = Path(folder).glob("*.tgz")
             assert hashlib.sha256(archive.read_bytes()).hexdigest() == AXE_SHA256, f"this is not the {AXE} that we know"
             with tarfile.open(archive) as files:

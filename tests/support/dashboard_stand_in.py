@@ -10,7 +10,7 @@
 A stream begins as a real one does, with all leaders and nodes; `muted`, it says nothing at all. `failing` paths are
 answered 503, and to whoever is `signed_out` everything 401.
 
-Only what the pages ask is there, in the words of `dashboard/wire.py`, whose types the answers must fit. The pages are
+Only what the pages ask is there, in the words of `dashboard/api.py`, whose types the answers must fit. The pages are
 the real ones, with the real Content-Security-Policy. Imports `pgleaderlock.dashboard` and `_http`.
 """
 
@@ -25,18 +25,27 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from pgleaderlock._http.answers import Answer, Message, Receive, Scope, Send, send_answer
-from pgleaderlock._http.serving import HttpServer, listen
-from pgleaderlock.dashboard import pages, wire
+from pgleaderlock._http.server import HttpServer, listen
+from pgleaderlock.dashboard import api, pages
+from pgleaderlock.history import STATES
 from support.background import Background
 
-__all__ = ["StandIn", "event", "leader", "lock", "node", "now_ms", "stand_in", "term"]
+__all__ = ["StandIn", "event", "incident", "leader", "lock", "node", "now_ms", "slot", "stand_in", "term"]
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 PING_S = 5.0
-_PAGES = {"/": "leaders", "/history": "history", "/events": "events", "/locks": "locks", "/nodes": "nodes"}
+_PAGES = {
+    "/": "leaders",
+    "/history": "history",
+    "/events": "events",
+    "/incidents": "incidents",
+    "/slots": "slots",
+    "/locks": "locks",
+    "/nodes": "nodes",
+}
 
 Row = dict[str, Any]
 
@@ -48,16 +57,29 @@ def now_ms() -> int:
 def leader(role: str, node_id: str | None, *, epoch: int = 1, tenure_ms: int = 60_000, **more: Any) -> Row:
     """A row of `/v1/leaders`: led and well, or without a leader."""
     led = node_id is not None
+    state = more.get("state") or ("nobody" if not led else "late" if more.get("heartbeat") == "late" else "acting")
+    label, mood = STATES[state]
+    fine = state == "acting"
     row = {
         "namespace": "pgleaderlock",
         "role": role,
         "leader": node_id,
+        "hold": "session" if led else None,
         "epoch": epoch,
         "since_ms": now_ms() - tenure_ms if led else None,
         "tenure_ms": tenure_ms if led else None,
         "heartbeat_age_ms": 300 if led else None,
         "heartbeat": "ok" if led else "none",
-        "gate": "open" if led else "shut",
+        "gate": "open" if fine else "shut",
+        "state": state,
+        "label": label,
+        "mood": mood,
+        "rank": list(STATES).index(state),
+        "state_since_ms": now_ms() - 30_000,
+        "opens_ms": now_ms() + 4000 if state == "waiting" else None,
+        "in_flight": 3 if state == "draining" else None,
+        "why": None if fine else "node-x was lost; no node that would lead is alive",
+        "command": None if fine else "pgleaderlock nodes",
         "candidates": 3,
         "last_change": {"at_ms": now_ms() - tenure_ms, "kind": "acquired" if led else "lost", "reason": None},
     }
@@ -67,7 +89,7 @@ def leader(role: str, node_id: str | None, *, epoch: int = 1, tenure_ms: int = 6
 def term(epoch: int, node_id: str, began_ms: int, ended_ms: int | None = None, **more: Any) -> Row:
     reason = None if ended_ms is None else "lost"
     row = {"epoch": epoch, "node_id": node_id, "began_ms": began_ms, "ended_ms": ended_ms, "reason": reason}
-    return {**row, "gap_ms": None, **more}
+    return {**row, "gap_ms": None, "opened_ms": began_ms, "shut_ms": None, "gaps": [], **more}
 
 
 def node(node_id: str, session_id: int = 1, **more: Any) -> Row:
@@ -75,16 +97,31 @@ def node(node_id: str, session_id: int = 1, **more: Any) -> Row:
         "node_id": node_id,
         "namespace": "pgleaderlock",
         "session_id": session_id,
+        "hold": "session",
         "host": "host-1",
         "version": "0.1.0",
+        "state": "alive" if more.get("live", True) else "silent",
+        "process_started_ms": now_ms() - 7_200_000,
         "started_ms": now_ms() - 3_600_000,
         "heartbeat_age_ms": 300,
         "live": True,
+        "name_shared": False,
         "candidate": True,
         "draining": False,
         "roles": 0,
+        "wants": 0,
     }
     return {**row, **more}
+
+
+def incident(node_id: str, *roles: str, **more: Any) -> Row:
+    row = {"node_id": node_id, "reason": "lost", "began_ms": now_ms() - 600_000, "ended_ms": now_ms() - 595_000}
+    return {**row, "roles": list(roles), "without_leader": [], "longest_ms": 4200, "taken_over_by": ["node-b"], **more}
+
+
+def slot(name: str, **more: Any) -> Row:
+    row = {"name": name, "slot": "2026-11-16T15:00:00Z/1h", "state": "failed", "attempts": 2, "node_id": "node-a"}
+    return {**row, "began_ms": now_ms() - 5000, "ended_ms": now_ms(), "took_ms": 5000, "detail": name, **more}
 
 
 def event(event_id: int, kind: str, role: str | None, node_id: str | None, **more: Any) -> Row:
@@ -113,6 +150,8 @@ class StandIn:
         self.leaders: list[Row] = []
         self.terms: dict[str, list[Row]] = {}
         self.nodes: list[Row] = []
+        self.incidents: list[Row] = []
+        self.slots: list[Row] = []
         self.events: list[Row] = []
         self.locks: list[Row] = []
         self.asked: list[str] = []
@@ -215,7 +254,7 @@ class StandIn:
         match path.split("/")[2:]:
             case ["leaders"]:
                 rows = [row for row in self.leaders if row["role"].startswith(query.get("prefix", ""))]
-                return self._page(wire.LeadersReply, "leaders", rows, "role", query)
+                return self._page(api.LeadersReply, "leaders", rows, "role", query)
             case ["leaders", "terms"]:
                 role = query["role"]
                 if role not in self.terms:
@@ -226,16 +265,22 @@ class StandIn:
                     for row in self.terms[role]
                     if row["began_ms"] <= ended and (row["ended_ms"] is None or row["ended_ms"] >= began)
                 ]
-                return self._page(wire.TermsReply, "terms", rows, "epoch", query, role=role)
+                return self._page(api.TermsReply, "terms", rows, "epoch", query, role=role)
             case ["events"]:
                 rows = [
                     row
                     for row in self.events
-                    if query.get("role") in (None, row["role"]) and query.get("node") in (None, row["node_id"])
+                    if query.get("role") in (None, row["role"])
+                    and query.get("node") in (None, row["node_id"])
+                    and int(query.get("from_ms", 0)) <= row["at_ms"] <= int(query.get("to_ms", 2**53))
                 ]
-                return self._page(wire.EventsReply, "events", rows, "event_id", query)
+                return self._page(api.EventsReply, "events", rows, "event_id", query)
+            case ["incidents"]:
+                return {"now_ms": now_ms(), "incidents": self.incidents, "more": False}
+            case ["slots"]:
+                return {"now_ms": now_ms(), "slots": self.slots, "more": False}
             case ["nodes"]:
-                return self._page(wire.NodesReply, "nodes", self.nodes, "session_id", query)
+                return self._page(api.NodesReply, "nodes", self.nodes, "session_id", query)
             case ["locks"]:
                 rows = [row for row in self.locks if row["lock_name"].startswith(query.get("prefix", ""))]
                 return self._page(None, "locks", rows, "lock_name", query, now_ms=now_ms())

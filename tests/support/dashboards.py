@@ -20,9 +20,9 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgleaderlock.migrate import sql
-from servers import throwaway
 from support.lockserver import TOKEN_FILE, LockServerProcess, Reply
 from support.program import PATIENCE_S, running
+from support.servers import throwaway
 
 __all__ = ["SPACE", "UGLY", "Book", "Stream", "dashboard", "json_of", "ledger", "opened", "token_file"]
 
@@ -94,6 +94,13 @@ class Book:
             (SPACE, role, epoch, session, node, reason),
         )
 
+    def slot(self, name: str, slot: str, node: str, *, outcome: str | None = None, began_s: float = 60) -> None:
+        self.conn.execute(
+            "INSERT INTO pgleaderlock.slots (namespace, name, slot, epoch, holder_identity, claimed_at, ended_at,"
+            " outcome) VALUES (%s, %s, %s, 2, %s, now() - make_interval(secs => %s), CASE WHEN %s THEN now() END, %s)",
+            (f"{SPACE}.once", name, slot, node, began_s, outcome is not None, outcome),
+        )
+
     def event(self, kind: str, role: str | None = None, node: str | None = None, **more: Any) -> int:
         row = self.conn.execute(
             "INSERT INTO pgleaderlock.events (kind, namespace, role, node_id, epoch, detail)"
@@ -120,7 +127,7 @@ def ledger() -> Iterator[Book]:
             conn.execute(sql().encode())
             conn.execute(f"CREATE ROLE {READER} LOGIN PASSWORD '{PASSWORD}'")
             conn.execute(f"GRANT USAGE ON SCHEMA pgleaderlock TO {READER}")
-            for table in ("schema_version", "sessions", "leaders", "terms", "events", "requests"):
+            for table in ("schema_version", "sessions", "leaders", "terms", "events", "requests", "slots"):
                 conn.execute(f"GRANT SELECT ON pgleaderlock.{table} TO {READER}")
         book = Book(server.dsn)
         with contextlib.closing(book.conn):

@@ -16,4 +16,4 @@ def debian_tool(name: str) -> Tool:
     try:
         return provide(name)
     except (FetchError, OSError, subprocess.SubprocessError) as error:
-        pytest.skip(f"{name} is needed and cannot be fetched ({error}). On Debian with a network, run: make test-deps")
+        pytest.skip(f"needs {name}: run `make test-deps` on Debian, with a network ({error})")

@@ -24,7 +24,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pgleaderlock import LeaderElection, NotLeader
+from pgleaderlock import LeaderElection, LeaderToken, NotLeader
+from pgleaderlock.probes import ProbeServer
 
 __all__ = ["WAIT_S", "ElectionNode", "Send", "SendLog", "election_node"]
 
@@ -164,6 +165,8 @@ class SendLog:
             self._offset += len(whole) + len(end)
             for line in whole.decode().splitlines():
                 role, epoch, node, holder, before, after = line.split()
+                # Of a long storm there are millions, with few different words.
+                role, node, holder = map(sys.intern, (role, node, holder))
                 self.sends.append(Send(role, int(epoch), node, holder, int(before), int(after)))
         return self.sends
 
@@ -194,6 +197,15 @@ class SendLog:
         """How often another node than before acted for a role."""
         nodes = [send.node for send in sorted(self.read(), key=lambda send: send.before_ns) if send.role == role]
         return sum(before != after for before, after in itertools.pairwise(nodes))
+
+    def changes_of_all(self) -> int:
+        """The same for all roles together, in one pass."""
+        last: dict[str, str] = {}
+        changes = 0
+        for send in sorted(self.read(), key=lambda send: send.before_ns):
+            changes += last.get(send.role, send.node) != send.node
+            last[send.role] = send.node
+        return changes
 
     def violations(self, *, without: str = "") -> list[tuple[Send, Send]]:
         """Every act that was certainly after one of a newer epoch of its role, with the earliest such.
@@ -276,6 +288,16 @@ async def _obey(election: LeaderElection, words: list[str]) -> bool:
         case "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
             _say("freeze", **_answer(election, role))
+        case "hold":  # work that does not end
+            await asyncio.sleep(0)
+            _held.enter_context(election.gate(role).acting())
+            _say("hold")
+        case "veto":
+            election.gate(role).disable()
+            _say("veto")
+        case "fail":  # the work fails wherever it is begun
+            _failing.append(asyncio.create_task(election.lead(role, _fail)))
+            _say("fail")
         case "step_down":
             await election.step_down(role)
             _say("step_down")
@@ -292,6 +314,15 @@ async def _obey(election: LeaderElection, words: list[str]) -> bool:
     return True
 
 
+_held = contextlib.ExitStack()
+_failing: list[asyncio.Task[None]] = []
+
+
+async def _fail(_token: LeaderToken) -> None:
+    await asyncio.sleep(0)
+    raise ValueError("as the test wants it")
+
+
 def _resident_kb() -> int:
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmRSS:"):
@@ -305,7 +336,7 @@ async def _tell_changes(election: LeaderElection) -> None:
 
 
 async def _main(name: str, roles: list[str], dsn: str, sends: str, options: dict[str, Any]) -> None:
-    acts, held = options.pop("acts", True), options.pop("held", False)
+    acts, held, probed = options.pop("acts", True), options.pop("held", False), options.pop("probed", False)
     if "acquire_delay_s" in options:
         options["acquire_delay_s"] = tuple(options["acquire_delay_s"])
     election = LeaderElection(dsn, roles, node_id=name, **options)
@@ -317,7 +348,15 @@ async def _main(name: str, roles: list[str], dsn: str, sends: str, options: dict
     if held:  # until it is told to go: a process takes longer to start than an election
         _say("held")
         await words.readline()
-    async with election:
+    async with election, contextlib.AsyncExitStack() as stack:
+        if probed:
+            from prometheus_client import CollectorRegistry
+
+            from pgleaderlock.metrics import ElectionMetrics
+
+            metrics = ElectionMetrics(election, CollectorRegistry())
+            probes = await stack.enter_async_context(ProbeServer(election, metrics=metrics.exposition))
+            _say("probed", port=probes.port)
         _say("started")
         if acts:
             _Acting(election, name, sends).start()

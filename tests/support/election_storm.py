@@ -6,24 +6,27 @@ Everything is drawn from a seed; what came of it is judged by the tests. Imports
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import shutil
 import signal
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psycopg
+from psycopg.conninfo import make_conninfo
 
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.migrate import migrate
-from proxy import Proxy
+from support import pgbouncer
 from support.election_node import POLL_S, WAIT_S, ElectionNode, SendLog, start_node
+from support.proxy import Proxy
 
-__all__ = ["KINDS", "LAZY", "MIDDLE", "QUICK", "SETTLING_KINDS", "SLOW", "Storm", "end_sessions_of"]
+__all__ = ["KINDS", "LAZY", "MIDDLE", "POOLED_KINDS", "QUICK", "SETTLING_KINDS", "SLOW", "Storm", "end_sessions_of"]
 
 # G, T and intervals that differ from node to node, all of them short.
 QUICK: dict[str, Any] = {
@@ -51,6 +54,8 @@ LAZY: dict[str, Any] = {
     "session_lease_s": 2.7,
     "acquire_delay_s": (0.05, 0.1),
 }
+# How many messages of a node are sent once more.
+ECHOES = 20
 # How often a calm is looked at; each look finds many more sends than one.
 SENDS_WHEN_CALM = 5
 
@@ -64,8 +69,11 @@ class Storm:
         log: SendLog,
         settings: Mapping[str, Mapping[str, Any]],
         roles: Sequence[str] = ("mail", "bills"),
+        pooled: str | None = None,
     ) -> None:
         self.server, self.log, self.roles = server, log, roles
+        self._pooled = pooled
+        """The way through PgBouncer, which nodes go that hold by a lease."""
         self.seed = int(os.environ.get("PGLEADERLOCK_SEED") or random.SystemRandom().randrange(2**32))
         """A new one each time, unless one is to be tried again."""
         self.about = f"PGLEADERLOCK_SEED={self.seed}"
@@ -76,6 +84,9 @@ class Storm:
         self.fired: Counter[str] = Counter()
         self.reached: Counter[str] = Counter()
         """How often a fault of several steps struck the slowest node and came to its last step."""
+        self.echoes: Counter[str] = Counter()
+        """What became of the messages of leases that were sent once more."""
+        self._overheard: dict[str, deque[bytes]] = {name: deque(maxlen=ECHOES) for name in settings}
         self._under_way: set[asyncio.Task[None]] = set()
         self._database = asyncio.Lock()
         self._life = {name: asyncio.Lock() for name in settings}
@@ -85,7 +96,8 @@ class Storm:
         await migrate(self.server.dsn)
         async with contextlib.AsyncExitStack() as stack:
             for name in self.settings:
-                self.proxies[name] = await stack.enter_async_context(Proxy.to(self.server.dsn))
+                self.proxies[name] = proxy = await stack.enter_async_context(Proxy.to(self._way(name)))
+                proxy.overhear = functools.partial(self._overhear, name)
                 stack.push_async_callback(self._end, name)
                 await self._start(name)
             try:
@@ -103,8 +115,11 @@ class Storm:
         return f"{self.about}; {dict(self.fired)}; what the nodes did and said is kept in {folder}"
 
     async def _start(self, name: str) -> None:
-        dsn = self.proxies[name].dsn_for(self.server.dsn)
+        dsn = self.proxies[name].dsn_for(self._way(name))
         self.nodes[name] = await start_node(dsn, name, self.roles, self.log.path, self.settings[name])
+
+    def _way(self, name: str) -> str:
+        return self._pooled if self._pooled and self.settings[name].get("hold") == "lease" else self.server.dsn
 
     async def _end(self, name: str) -> None:
         await self.nodes[name].end()
@@ -157,7 +172,7 @@ class Storm:
                 await self.log.until(lambda send, role=role: send.role == role)  # type: ignore[misc]
 
     def changes(self) -> int:
-        return sum(self.log.changes(role) for role in self.roles)
+        return self.log.changes_of_all()
 
     async def lets_lead(self, name: str) -> None:
         """Freeze the others until this one has led: for a node that chance has passed over."""
@@ -340,9 +355,53 @@ class Storm:
         await asyncio.sleep(self._for_s(name, 0.3, 1.5))
         self.proxies[name].heal()
 
+    def _overhear(self, name: str, chunk: bytes) -> None:
+        """Keep what a lease writes: a simple query begins with its kind and its length, and ends with a zero."""
+        if chunk[:1] == b"Q" and int.from_bytes(chunk[1:5]) == len(chunk) - 1 and b"lease_begin" in chunk:
+            self._overheard[name].append(chunk[5:-1])
+
+    async def _echo(self, name: str, role: str) -> None:
+        """The last messages of every lease arrive once more, late, in any order; some that were held back, twice."""
+        messages = [message for heard in self._overheard.values() for message in heard]
+        self.rng.shuffle(messages)
+        await asyncio.sleep(self._for_s(name, 0.0, 1.5))
+        async with (
+            self._database,
+            await psycopg.AsyncConnection.connect(
+                self._pooled or self.server.dsn, autocommit=True, cursor_factory=psycopg.AsyncClientCursor
+            ) as pooler,
+        ):
+            for message in messages:
+                try:
+                    await pooler.execute(message)
+                except psycopg.Error as error:
+                    self.echoes[error.sqlstate or "lost"] += 1
+                else:
+                    self.echoes["carried out"] += 1
+
     async def _restart(self, name: str, role: str) -> None:
         async with self._database:
             await asyncio.to_thread(self.server.restart, "immediate")
+
+    async def _pooler_stands(self, name: str, role: str) -> None:
+        """PgBouncer hands nothing on for a while; what was sent meanwhile arrives late."""
+        async with self._database:
+            await self._tell_pooler("PAUSE")
+            await asyncio.sleep(self._for_s(name, 0.3, 1.5))
+            await self._tell_pooler("RESUME")
+
+    async def _pooler_restarts(self, name: str, role: str) -> None:
+        """PgBouncer is killed and started again."""
+        async with self._database:
+            await asyncio.to_thread(pgbouncer.restart, self._pooled or "")
+
+    async def _tell_pooler(self, order: str) -> None:
+        assert self._pooled is not None
+        console = make_conninfo(self._pooled, dbname="pgbouncer")
+        async with await psycopg.AsyncConnection.connect(
+            console, autocommit=True, cursor_factory=psycopg.AsyncClientCursor
+        ) as conn:
+            await conn.execute(order.encode())
 
     async def _stall(self, name: str, role: str) -> None:
         """The whole server stands still for a while: nobody is told anything, and no lease runs out."""
@@ -363,9 +422,11 @@ class Storm:
             f"{older} was {(older.before_ns - newer.after_ns) / 1e6:.1f} ms after {newer}"
             for older, newer in violations[:10]
         )
-        for role in self.roles:
+        # Before the ledger is asked: the nodes go on, and whoever has acted by now has won by then.
+        acts = {role: self.log.epochs(role) for role in self.roles}
+        for role, acted in acts.items():
             terms = await self._terms(role)
-            acted, won = self.log.epochs(role), dict(terms)
+            won = dict(terms)
             assert [epoch for epoch, _ in terms] == sorted(won), f"epochs of {role} do not increase ({self.about})"
             wrong = {epoch: holders for epoch, holders in acted.items() if holders != {won.get(epoch)}}
             assert not wrong, f"epochs of {role} were used by others than their winners: {wrong} ({self.about})"
@@ -405,6 +466,7 @@ KINDS = (
     *("pause", "kill", "drain", "step_down", "block", "terminate", "deaf", "numb"),
     *("cut", "reset", "delay", "drop_replies", "restart", "stall"),
 )
+POOLED_KINDS = (*KINDS, "pooler_stands", "pooler_restarts", "echo")
 # For nodes that lead several roles; those that matter most come first.
 SETTLING_KINDS = ("scatter", "relay", "win_back", "step_down", "deaf", "pause", "numb", "terminate", "kill")
 

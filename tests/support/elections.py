@@ -6,33 +6,48 @@ it. Every test uses role names of its own. Imports pgleaderlock, psycopg and the
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import psycopg
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import dict_row
 
 from pgleaderlock import LeaderElection, LeaderStateChanged, LockState, key_pair
+from pgleaderlock._config.timing import Timing
+from pgleaderlock._election.settings import Setup
 from pgleaderlock.migrate import migrate, sql
+from support.server_side import holders, terminate
+from support.servers import hash_quickly
 
 __all__ = [
+    "EVERYTHING",
     "HASTY",
+    "KEY_COLUMNS",
     "PATIENT",
     "STEADY",
     "Story",
     "admin",
+    "beat",
+    "beat_turns",
+    "beats_on",
+    "end_leader",
     "fresh_database",
+    "holding",
+    "leader_row",
     "ledger_dsns",
     "one",
+    "running",
     "somebody_acts",
+    "terms",
     "until",
 ]
 
 # A bound against hanging, never a measure.
-WAIT_S = 20.0
+WAIT_S = 60.0
 POLL_S = 0.01
 PLAIN_ROLE = "election_plain"
 PASSWORD = "plain"
@@ -51,13 +66,51 @@ def ledger_dsns(superuser_dsn: str) -> dict[str, str]:
     """The database with a ledger, made once a server: DSNs of its superuser and of a role with `grants.sql` alone."""
     database = "elections"
     with psycopg.connect(superuser_dsn, autocommit=True) as conn:
+        hash_quickly(conn)
         conn.execute(f"CREATE DATABASE {database}")
         conn.execute(f"CREATE ROLE {PLAIN_ROLE} LOGIN PASSWORD '{PASSWORD}'")
         conn.execute(f"REVOKE ALL ON DATABASE {database} FROM PUBLIC")
         conn.execute(f"GRANT CONNECT ON DATABASE {database} TO {PLAIN_ROLE}")
     superuser = make_conninfo(superuser_dsn, dbname=database)
+    _superusers[conninfo_to_dict(superuser)["port"]] = superuser
     asyncio.run(migrate(superuser, grant_to=PLAIN_ROLE))
     return {"superuser": superuser, "plain": make_conninfo(superuser, user=PLAIN_ROLE, password=PASSWORD)}
+
+
+_superusers: dict[object, str] = {}
+"""The superuser's DSN of each database with a ledger, by its port."""
+
+
+def end_leader(dsn: str, role: str, namespace: str = "pgleaderlock") -> None:
+    """End the session that leads a role, as the server does, or its lease, as another node does."""
+    superuser = _superusers[conninfo_to_dict(dsn)["port"]]
+    leader = one(
+        superuser,
+        "SELECT s.session_id, s.hold FROM pgleaderlock.leaders l JOIN pgleaderlock.sessions s USING (session_id)"
+        " WHERE l.role = %s AND l.namespace = %s",
+        role,
+        namespace,
+    )
+    if leader["hold"] == "session":
+        terminate(superuser, key_pair(role, namespace))
+    else:
+        ended = (
+            "UPDATE pgleaderlock.sessions SET ended_at = clock_timestamp() WHERE session_id = %s RETURNING session_id"
+        )
+        one(superuser, ended, leader["session_id"])
+
+
+def holding(dsn: str, role: str, namespace: str = "pgleaderlock") -> int:
+    """How many nodes hold a role: sessions by its lock, and leases by the ledger."""
+    superuser = _superusers[conninfo_to_dict(dsn)["port"]]
+    leases = one(
+        superuser,
+        "SELECT count(*) AS held FROM pgleaderlock.leaders l JOIN pgleaderlock.sessions s USING (session_id)"
+        " WHERE l.role = %s AND l.namespace = %s AND NOT l.ended AND s.hold = 'lease' AND s.ended_at IS NULL",
+        role,
+        namespace,
+    )
+    return int(leases["held"]) + len(holders(superuser, key_pair(role, namespace)))
 
 
 @contextlib.contextmanager
@@ -220,3 +273,65 @@ class SilentLeader:
         assert won == ("won",)
         self.conn.execute("BEGIN")
         self.conn.execute("SELECT 1")
+
+
+# Every variable of the environment that `LeaderElection.from_env` reads.
+EVERYTHING = {
+    "PG_CONN_STRING": "postgresql://app@db.example/app",
+    "HEARTBEAT_INTERVAL_MS": "2000",
+    "HEARTBEAT_LATE_THRESHOLD_MS": "5000",
+    "ACQUIRE_BACKOFF_MS_MIN": "100",
+    "ACQUIRE_BACKOFF_MS_MAX": "300",
+    "EPOCH_STALE_THRESHOLD_MS": "9000",
+    "PG_LISTEN_CHANNEL": "msp_leader_change",
+    "MSP_LEADER_ENABLED": "true",
+    "LEADER_HOLD": "lease",
+    "LEADER_LOCK_KEY": "-9223372036854775808",
+    "PGLEADERLOCK_NAMESPACE": "shop",
+}
+
+
+KEY_COLUMNS = "l.namespace = 'pgleaderlock' AND l.role = %s"
+
+
+@contextlib.asynccontextmanager
+async def running(*elections: LeaderElection) -> AsyncIterator[None]:
+    async with contextlib.AsyncExitStack() as stack:
+        for election in elections:
+            await stack.enter_async_context(election)
+        yield
+
+
+def leader_row(superuser: str, role: str) -> dict[str, Any]:
+    return one(superuser, f"SELECT * FROM pgleaderlock.leaders l WHERE {KEY_COLUMNS}", role)
+
+
+def terms(superuser: str, role: str) -> list[dict[str, Any]]:
+    with admin(superuser) as conn:
+        return conn.execute("SELECT * FROM pgleaderlock.terms WHERE role = %s ORDER BY epoch", (role,)).fetchall()
+
+
+def beat(superuser: str, role: str) -> int:
+    found = one(
+        superuser,
+        f"SELECT beat FROM pgleaderlock.leaders l JOIN pgleaderlock.sessions USING (session_id) WHERE {KEY_COLUMNS}",
+        role,
+    )
+    return int(found["beat"])
+
+
+async def beats_on(superuser: str, role: str, beats: int = 2) -> None:
+    """Return once the leader has been heard again."""
+    before = beat(superuser, role)
+    await until(lambda: beat(superuser, role) >= before + beats, "the leader's heartbeat")
+
+
+async def beat_turns(election: LeaderElection, role: str) -> None:
+    """Let the engine take a few turns: for claims that something does NOT happen in them."""
+    deadline = election.gate(role).deadline
+    await until(lambda: election.gate(role).deadline > deadline or election.gate(role).token is None)
+
+
+def timing_of(setup: Setup) -> Timing:
+    """The part of an election's settings that is its timing."""
+    return Timing(*(getattr(setup, field.name) for field in dataclasses.fields(Timing)))

@@ -20,11 +20,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pgleaderlock import LeaderElection, _engine, _releases, _winning
-from pgleaderlock._clock import BOOT_CLOCK
-from pgleaderlock._roles import Role, opens_at
+from pgleaderlock import LeaderElection
+from pgleaderlock._base.clock import BOOT_CLOCK
+from pgleaderlock._election import engine as _engine
+from pgleaderlock._election import releasing
+from pgleaderlock._election import winning as _winning
+from pgleaderlock._election.ledger import Beat, Bump, Ledger, Look
+from pgleaderlock._election.role import Role, opens_at
 from pgleaderlock.errors import ConnectionError
-from pgleaderlock.ledger import Bump, Ledger, Look
 from support.background import Background
 from support.election_storm import end_sessions_of
 from support.elections import admin, until
@@ -146,13 +149,14 @@ class Recorder:
             moments = {"opens": gate.opens_at, "deadline": gate.deadline}
             self._note(node, "bumped", ledger, won_at, epoch=bump.epoch, **moments)
 
-        async def beat(real: Callable[..., Awaitable[None]], engine: _engine.Engine) -> None:
+        async def beat(real: Callable[..., Awaitable[Beat]], engine: _engine.Engine) -> Beat:
             node = engine._identity.node_id
             led = engine._board.led()
             (self._leads.add if led else self._leads.discard)(node)
-            await real(engine)
+            answer = await real(engine)
             for role in led:
                 self._note(node, "beaten", engine._board.ledger, deadline=role.gate.deadline)
+            return answer
 
         async def lost(real: Callable[..., Awaitable[None]], engine: _engine.Engine, error: Exception) -> None:
             node, ledger = engine._identity.node_id, engine._board.ledger
@@ -162,14 +166,14 @@ class Recorder:
             if not any(role.gate.in_flight for role in engine._board.roles.values()):
                 self._note(node, "quiet", ledger)
 
-        def drained(real: Callable[..., None], releases: _releases.Releases, role: Role) -> None:
+        def drained(real: Callable[..., None], releases: releasing.Releases, role: Role) -> None:
             real(releases, role)
             self._note(releases._board.identity.node_id, "drain", releases._board.ledger)
 
         self._wrap(_winning.Winning, "_begin_term", began)
         self._wrap(_engine.Engine, "_beat", beat)
         self._wrap(_engine.Engine, "_lose", lost)
-        self._wrap(_releases.Releases, "_begin", drained)
+        self._wrap(releasing.Releases, "_begin", drained)
 
     def _wrap(self, owner: type, name: str, watch: Callable[..., Any]) -> None:
         real = getattr(owner, name)

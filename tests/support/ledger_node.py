@@ -15,7 +15,7 @@ from psycopg.rows import dict_row
 
 from pgleaderlock.keys import KeyPair, key_pair
 
-__all__ = ["LedgerNode", "eventually", "ledger_node"]
+__all__ = ["LeasedNode", "LedgerNode", "eventually", "leased_node", "ledger_node"]
 
 # A bound against hanging, never a measure.
 WAIT_S = 20.0
@@ -92,6 +92,33 @@ class LedgerNode:
         return key_pair(role, self.namespace) if keys is None else keys
 
 
+class LeasedNode(LedgerNode):
+    """One lease. What it calls is called in a message."""
+
+    def open(self) -> None:
+        self._key, self._number = uuid.uuid4(), 0
+        row = self.ask(
+            "SELECT * FROM pgleaderlock.lease_open(%s, %s, %s, NULL, %s, 'host', 1, %s, %s, %s, true, 'test', false)",
+            self.namespace, self.instance, self._key, self.node_id, f"{self.node_id}-by-hand", *self._timing,
+        )  # fmt: skip
+        self.session_id = int(row["session_id"])
+
+    @contextlib.contextmanager
+    def message(self) -> Iterator[None]:
+        """One message, under the next number."""
+        self._number += 1
+        with self.conn.transaction():
+            self.ask("SELECT pgleaderlock.lease_begin(%s, %s, %s)", self.session_id, self._key, self._number)
+            yield
+            self.ask("SELECT pgleaderlock.lease_done(%s, %s)", self.session_id, self._key)
+
+    def take(self, role: str, keys: KeyPair | None = None) -> dict[str, Any]:
+        """Get the lock until the commit, and begin a term."""
+        key1, key2 = self._keys(role, keys)
+        self.ask("SELECT pgleaderlock.lease_lock(%s, %s, %s, %s)", self.session_id, [role], [key1], [key2])
+        return self.bump(role, keys)
+
+
 @contextlib.contextmanager
 def ledger_node(
     dsn: str,
@@ -102,6 +129,15 @@ def ledger_node(
     namespace: str = "pgleaderlock",
 ) -> Iterator[LedgerNode]:
     node = LedgerNode(dsn, node_id, gate_s=gate_s, lease_s=lease_s, namespace=namespace)
+    with contextlib.closing(node.conn):
+        yield node
+
+
+@contextlib.contextmanager
+def leased_node(
+    dsn: str, node_id: str = "by-hand", *, gate_s: float = 500.0, lease_s: float = 600.0
+) -> Iterator[LeasedNode]:
+    node = LeasedNode(dsn, node_id, gate_s=gate_s, lease_s=lease_s, namespace="pgleaderlock")
     with contextlib.closing(node.conn):
         yield node
 

@@ -4,7 +4,7 @@
         server.url, server.host, server.port
     with lock_server(tmp_path, tokens=True) as server:    # .token (any lock), .prefix_token ("team/"), .admin_token
 
-Imports the standard library and `support.program`. What a test changes is in its own folder.
+Imports the standard library, `support.program` and trustme. What a test changes is in its own folder.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import trustme
 from psycopg.conninfo import conninfo_to_dict
 
 from support.program import PATIENCE_S, Program, running
@@ -216,9 +216,11 @@ def is_answered_200(connection: socket.socket, path: str, *lines: str) -> bool:
 
 
 def certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """One for this machine, made anew, and its key."""
+    """One for this machine, signed by an authority of its own, and its key. The file trusts itself: it holds both."""
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*made, "-keyout", str(key), "-out", str(cert), *subject], check=True, capture_output=True)
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1", "localhost", common_name=name)
+    made.private_key_pem.write_to_path(key)
+    for part in (*made.cert_chain_pems, authority.cert_pem):
+        part.write_to_path(cert, append=True)
     return cert, key

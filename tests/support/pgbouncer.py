@@ -11,7 +11,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from support.deps import debian_tool
 
-__all__ = ["PoolMode", "pooler"]
+__all__ = ["PoolMode", "pooler", "restart"]
 
 PoolMode = Literal["session", "transaction", "statement"]
 READY_TIMEOUT_S = 10.0
@@ -37,11 +38,10 @@ def pooler(dsn: str, pool_mode: PoolMode, settings: Mapping[str, str] | None = N
         if account is not None:
             # The checkout may lie where only root can go, and this folder is the account's.
             tool = tool.copied_to(folder / "tool")
-        for _ in range(STARTS_MAX):
-            port = _free_port()
-            _configure(folder, dsn, pool_mode, port, settings or {})
+
+        def start() -> subprocess.Popen[bytes]:
             with (folder / "pgbouncer.log").open("ab") as log:
-                process = subprocess.Popen(
+                return subprocess.Popen(
                     [tool.path, "-q", folder / "pgbouncer.ini"],
                     env=tool.env,
                     stdin=subprocess.DEVNULL,
@@ -53,16 +53,43 @@ def pooler(dsn: str, pool_mode: PoolMode, settings: Mapping[str, str] | None = N
                     group=account.pw_gid if account else None,
                     extra_groups=[] if account else None,
                 )
+
+        for _ in range(STARTS_MAX):
+            port = _free_port()
+            _configure(folder, dsn, pool_mode, port, settings or {})
+            running = _running[str(port)] = _Running(start, start())
             try:
-                if _ready(process, port):
+                if _ready(running.process, port):
                     yield make_conninfo(dsn, host="127.0.0.1", port=port)
                     return
             finally:
-                process.kill()
-                process.wait(STOP_TIMEOUT_S)
+                del _running[str(port)]
+                running.process.kill()
+                running.process.wait(STOP_TIMEOUT_S)
         raise RuntimeError("pgbouncer did not start:\n" + (folder / "pgbouncer.log").read_text()[-2000:])
     finally:
         shutil.rmtree(folder)
+
+
+@dataclass
+class _Running:
+    start: Callable[[], "subprocess.Popen[bytes]"]
+    process: "subprocess.Popen[bytes]"
+
+
+_running: dict[str, _Running] = {}
+"""By port."""
+
+
+def restart(dsn: str) -> None:
+    """Kill the pooler of this DSN, whatever its clients are at, and start it again."""
+    port = str(conninfo_to_dict(dsn)["port"])
+    running = _running[port]
+    running.process.kill()
+    running.process.wait(STOP_TIMEOUT_S)
+    running.process = running.start()
+    if not _ready(running.process, int(port)):
+        raise RuntimeError("pgbouncer did not start again")
 
 
 def _account() -> pwd.struct_passwd | None:

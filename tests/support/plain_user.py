@@ -1,8 +1,7 @@
 """What a plain user needs in order to run pgleaderlock, when the tests run as root.
 
 A root user's Python and checkout often lie below a folder that nobody else may enter. Here they are copied to where a
-plain user can reach them, so that the test sees what such a user would see. Imports the `_embedded` modules and the
-standard library; called by root only.
+plain user can reach them, so that the test sees what such a user would see. Called by root only.
 """
 
 import shutil
@@ -12,7 +11,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from pgleaderlock import _embedded_binaries as binaries
+import pgleaderlock
+from pgleaderlock.embedded import binaries
 
 __all__ = ["PlainUser", "plain_user"]
 
@@ -34,7 +34,7 @@ def plain_user(folder: Path, home: Path) -> PlainUser:
     programs = binaries.Programs.prepare()
     packages = folder / "packages"
     packages.mkdir()
-    shutil.copytree(Path(binaries.__file__).parent, packages / "pgleaderlock")
+    shutil.copytree(Path(pgleaderlock.__file__).parent, packages / "pgleaderlock")
     for name in PACKAGES:
         found = next(Path(path) / name for path in sys.path if (Path(path) / name).exists())
         if found.is_dir():

@@ -1,20 +1,22 @@
 """The program `pgleaderlock` as a real process: started, listened to line by line, signalled, waited for.
 
-Imports the standard library only. Nothing of the environment reaches it that would choose a database.
+Imports `support.preloaded` and the standard library. Nothing of the environment reaches it that would choose a
+database.
 """
 
 import contextlib
 import os
 import re
 import select
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-__all__ = ["PATIENCE_S", "Program", "command", "running"]
+from support.preloaded import Process, start
+
+__all__ = ["PATIENCE_S", "Program", "attended", "command", "environment", "port_of", "running", "started"]
 
 # Not asserted anywhere: only the bound after which a test gives up instead of hanging.
 PATIENCE_S = 30.0
@@ -31,7 +33,7 @@ class Done:
 class Program:
     """A running process, and what it has said so far."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, process: Process) -> None:
         self.process = process
         self._said = {"out": b"", "err": b""}
 
@@ -48,8 +50,14 @@ class Program:
         deadline = time.monotonic() + PATIENCE_S
         while self._said[stream].count(text.encode()) < times:
             left_s = deadline - time.monotonic()
-            assert left_s > 0, f"{text!r} was not said in time, but: {self.err}{self.out}"
-            assert self._read(left_s), f"it ended before it said {text!r}: {self.err}{self.out}"
+            if left_s <= 0 or not self._read(left_s):
+                raise AssertionError(f"{text!r} was not said: {self}")
+
+    def __str__(self) -> str:
+        """How it stands, and what it has said, for a test that fails."""
+        code = self.process.poll()
+        how = "it still runs" if code is None else f"it ended with {code}" if code >= 0 else f"it was ended by {-code}"
+        return f"{how}; output {self.out!r}, errors:\n{self.err}"
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
@@ -81,16 +89,9 @@ class Program:
 
 def command(*args: str, env: Mapping[str, str] | None = None) -> Done:
     """Runs one command line to its end."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pgleaderlock", *args],
-        env=environment(env or {}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+    with started([sys.executable, "-m", "pgleaderlock", *args], env or {}) as program:
+        code = program.end()
+        return Done(code, program.out, program.err)
 
 
 @contextlib.contextmanager
@@ -104,9 +105,13 @@ def running(*args: str, env: Mapping[str, str] | None = None, code: str = "") ->
 @contextlib.contextmanager
 def started(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[Program]:
     """A process with exactly these variables of ours; at the end it is killed if it still runs."""
-    process = subprocess.Popen(
-        argv, env=environment(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    with attended(start(argv, environment(env))) as program:
+        yield program
+
+
+@contextlib.contextmanager
+def attended(process: Process) -> Iterator[Program]:
+    """A process that was started; at the end it is killed if it still runs."""
     try:
         yield Program(process)
     finally:
@@ -123,3 +128,9 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
         kept.pop(name, None)
     return {**kept, **extra}
+
+
+def port_of(program: Program) -> str:
+    """The port of its endpoint for probes and metrics."""
+    program.until("probes_listening")
+    return str(re.findall(r"probes_listening.*\bport=(\d+)", program.err)[-1])

@@ -13,7 +13,16 @@ import psycopg
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.keys import KeyPair
 
-__all__ = ["backends", "connections_named", "frozen", "holders", "settings_of", "terminate", "until_held_by"]
+__all__ = [
+    "backends",
+    "connections_named",
+    "frozen",
+    "holders",
+    "settings_of",
+    "terminate",
+    "until_held_by",
+    "until_waited_for",
+]
 
 _HOLDERS = """
 SELECT pid FROM pg_locks
@@ -41,6 +50,22 @@ async def until_held_by(dsn: str, keys: KeyPair, wanted: int) -> list[int]:
         await asyncio.sleep(POLL_S)
     assert len(found) == wanted, f"{len(found)} sessions hold the lock, not {wanted}"
     return found
+
+
+async def until_waited_for(dsn: str, keys: KeyPair) -> None:
+    """Poll until a session waits at the server for this lock: nothing announces that."""
+    async with (
+        asyncio.timeout(WAIT_S),
+        await psycopg.AsyncConnection.connect(dsn, autocommit=True, application_name="test-look") as look,
+    ):
+        while True:
+            cursor = await look.execute(
+                "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND classid::bigint = %s",
+                (keys[0] & 0xFFFFFFFF,),
+            )
+            if await cursor.fetchone():
+                return
+            await asyncio.sleep(POLL_S)
 
 
 def terminate(dsn: str, keys: KeyPair) -> int:

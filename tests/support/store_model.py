@@ -10,6 +10,7 @@ from pgleaderlock.server.store import (
     Acquire,
     Granted,
     Held,
+    KeyReused,
     LockView,
     NotReleased,
     NotRenewed,
@@ -31,6 +32,8 @@ class ModelLock:
     lease_id: str | None = None
     """None while the model waits to hear which one the store has made up."""
     key: str | None = None
+    asked_ms: int = 0
+    """The ttl_ms of the acquire; a renewal changes `ttl_ms` only."""
     ttl_ms: int = 0
     ends_ms: int = 0
     line: list[Acquire] = field(default_factory=list)
@@ -66,13 +69,14 @@ class Model:
     def acquire(self, acquire: Acquire, outcome: object) -> None:
         lock = self.lock(acquire.lock_name)
         if self.good(acquire.lock_name):
-            if acquire.idempotency_key is not None and (lock.owner_id, lock.key) == (
-                acquire.owner_id,
-                acquire.idempotency_key,
-            ):
+            same_key = acquire.idempotency_key is not None and lock.key == acquire.idempotency_key
+            if same_key and (lock.owner_id, lock.asked_ms) == (acquire.owner_id, acquire.ttl_ms):
                 assert isinstance(outcome, Granted)
                 assert outcome.replayed
                 assert (outcome.lease_id, outcome.fencing_token) == (lock.lease_id, lock.token)
+                assert 0 < outcome.remaining_ms <= lock.ends_ms - self.now_ms
+            elif same_key and isinstance(outcome, KeyReused):  # PostgreSQL says HELD if both are in one list
+                assert outcome.field == ("ttl_ms" if lock.owner_id == acquire.owner_id else "owner_id")
             else:
                 assert isinstance(outcome, Held), outcome
                 assert outcome.current_owner_id == lock.owner_id
@@ -91,7 +95,8 @@ class Model:
         assert outcome.lease_id != lock.lease_id
         lock.token += 1
         lock.owner_id, lock.lease_id, lock.key = acquire.owner_id, outcome.lease_id, acquire.idempotency_key
-        lock.ttl_ms, lock.ends_ms = acquire.ttl_ms, self.now_ms + acquire.ttl_ms
+        lock.asked_ms = lock.ttl_ms = acquire.ttl_ms
+        lock.ends_ms = self.now_ms + acquire.ttl_ms
 
     def _matches(self, operation: Renew | Release) -> bool:
         lock = self.lock(operation.lock_name)

@@ -6,8 +6,8 @@ Reads `wait LOCK OWNER` from its input, and says `granted OWNER` when that comes
 import asyncio
 import sys
 
+from pgleaderlock.server.postgres.store import PostgresStore
 from pgleaderlock.server.store import Acquire, Granted
-from pgleaderlock.server.store_postgres import PostgresStore
 
 
 def _say(words: str) -> None:
@@ -15,7 +15,8 @@ def _say(words: str) -> None:
 
 
 async def _wait(store: PostgresStore, lock_name: str, owner_id: str) -> None:
-    if isinstance(await store.wait(Acquire(lock_name, owner_id, 600_000), 600_000), Granted):
+    (outcome,) = await store.submit([Acquire(lock_name, owner_id, 600_000)], 600_000)
+    if isinstance(outcome, Granted):
         _say(f"granted {owner_id}")
 
 

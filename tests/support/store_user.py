@@ -1,7 +1,7 @@
-"""A process that uses an SQLite store, to be killed. Says in lines of JSON what it was told.
+"""A process that uses a store, to be killed. Says in lines of JSON what it was told.
 
-Run as a script: `store_user.py hammer|hold|fork PATH [SEED]`. Each line carries the boot-time clock, which is the same
-for all processes of one run of the machine. Imports the store and the standard library.
+Run as a script: `store_user.py hammer|hold|fork|try PATH|DSN [SEED]`. Each line carries the boot-time clock, which is
+the same for all processes of one run of the machine. Imports the store and the standard library.
 """
 
 import asyncio
@@ -12,9 +12,10 @@ import signal
 import sys
 from typing import Any
 
-from pgleaderlock._clock import BOOT_CLOCK
-from pgleaderlock.server.store import Acquire, Granted, Release, StoreError
-from pgleaderlock.server.store_sqlite import SqliteStore
+from pgleaderlock._base.clock import BOOT_CLOCK
+from pgleaderlock.server.postgres.store import PostgresStore
+from pgleaderlock.server.sqlite.store import SqliteStore
+from pgleaderlock.server.store import Acquire, Granted, Release, Store, StoreError
 
 LOCKS = 8
 CLIENTS = 16
@@ -26,15 +27,15 @@ def say(what: str, **fields: Any) -> None:
     os.write(1, (json.dumps({"what": what, **fields}) + "\n").encode())
 
 
-async def client(store: SqliteStore, number: int, seed: int) -> None:
+async def client(store: Store, number: int, seed: int) -> None:
     chance = random.Random(seed * 1000 + number)
     while True:
         name = f"lock-{chance.randrange(LOCKS)}"
         asked_s = BOOT_CLOCK.now()
         if chance.random() < 0.3:
-            outcome: Any = await store.wait(Acquire(name, f"owner-{number}", TTL_MS), 50)
+            outcome: Any = (await store.submit([Acquire(name, f"owner-{number}", TTL_MS)], 50))[0]
         else:
-            (outcome,) = await store.apply([Acquire(name, f"owner-{number}", TTL_MS)])
+            (outcome,) = await store.submit([Acquire(name, f"owner-{number}", TTL_MS)])
         if not isinstance(outcome, Granted):
             continue
         say(
@@ -43,19 +44,26 @@ async def client(store: SqliteStore, number: int, seed: int) -> None:
         )  # fmt: skip
         if chance.random() < 0.7:
             say("releasing", lock=name, token=outcome.fencing_token)
-            await store.apply([Release(name, outcome.owner_id, outcome.lease_id, outcome.fencing_token)])
+            await store.submit([Release(name, outcome.owner_id, outcome.lease_id, outcome.fencing_token)])
 
 
 async def main(mode: str, path: str, seed: int) -> None:
-    store = SqliteStore(path)
-    await store.open()
+    store: Store = SqliteStore(path) if path.startswith("/") else PostgresStore(path)
+    try:
+        await store.open()
+    except StoreError as error:
+        say("refused", why=str(error))
+        return
     say("open")
+    if mode == "try":
+        await store.close()
+        return
     if mode == "hammer":
         await asyncio.gather(*(client(store, number, seed) for number in range(CLIENTS)))
     elif mode == "fork":
         if os.fork() == 0:
             signal.alarm(60)  # outlives its parent, but not the test's failure
-            for use in (store.get("job"), store.apply([]), store.close()):
+            for use in (store.get("job"), store.submit([]), store.close()):
                 try:
                     await use
                     say("child used it")
@@ -64,7 +72,7 @@ async def main(mode: str, path: str, seed: int) -> None:
             say("child", pid=os.getpid())
         signal.pause()
     else:
-        await store.apply([Acquire("job", "holder", 600_000)])
+        await store.submit([Acquire("job", "holder", 600_000)])
         say("held")
         await asyncio.Event().wait()
 

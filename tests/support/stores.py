@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import datetime as dt
 import functools
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
@@ -16,27 +18,31 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from fakes import FakeClock
 from pgleaderlock.migrate import migrate
-from pgleaderlock.server.store import Acquire, Granted, Held, Release, Renew, Store
-from pgleaderlock.server.store_postgres import PostgresStore
-from pgleaderlock.server.store_sqlite import SqliteStore
+from pgleaderlock.server.postgres.store import PostgresStore
+from pgleaderlock.server.sqlite.store import SqliteStore
+from pgleaderlock.server.store import Acquire, Granted, Held, Release, Renew, Store, StoreFull
 from support.counts import proof_asked
-from support.fencing import database, plain_role
+from support.fakes import FakeClock
+from support.fencing import database, ledger_template, plain_role
 
 __all__ = [
+    "OWNED",
     "PATIENCE_S",
     "STORES",
+    "Blocked",
     "OpenPlace",
     "Place",
-    "Told",
     "acquired",
     "all_is_quiet",
     "held",
     "release_of",
     "renew_of",
+    "stand_still_until",
     "the_thread_rests",
+    "turns_of_the_loop",
     "until_waiting",
+    "waited",
 ]
 
 # Not asserted anywhere: only the bound after which a test gives up instead of hanging.
@@ -142,11 +148,13 @@ class PostgresPlace:
 
 def _postgres(request: pytest.FixtureRequest, *, plain: bool) -> OpenPlace:
     server: str = request.getfixturevalue("dsn")
+    # The owner's store makes its tables by itself.
+    template = ledger_template(server) if plain else "template1"
 
     @contextlib.asynccontextmanager
     async def opened(*, locks_max: int = 100_000) -> AsyncIterator[Place]:
         with contextlib.ExitStack() as made:
-            owner = made.enter_context(database(server))
+            owner = made.enter_context(database(server, template))
             dsn = owner
             if plain:
                 dsn = made.enter_context(plain_role(owner))
@@ -161,13 +169,18 @@ def _postgres(request: pytest.FixtureRequest, *, plain: bool) -> OpenPlace:
     return opened
 
 
+OWNED: dict[str, Callable[[pytest.FixtureRequest], OpenPlace]] = {
+    "sqlite": _sqlite,
+    "postgres": functools.partial(_postgres, plain=False),
+}
+"""By the one who may do everything."""
 STORES: dict[str, Callable[[pytest.FixtureRequest], OpenPlace]] = {
     "sqlite": _sqlite,
     "postgres with its grants alone": functools.partial(_postgres, plain=True),
 }
 if proof_asked():
     # The owner may do all that the other may: at small counts the stricter one stands for both.
-    STORES["postgres"] = functools.partial(_postgres, plain=False)
+    STORES["postgres"] = OWNED["postgres"]
 
 
 # --- What most tests say
@@ -175,15 +188,22 @@ if proof_asked():
 
 async def acquired(store: Store, lock_name: str, owner_id: str = "alice", ttl_ms: int = 30_000) -> Granted:
     """An acquire that must be granted."""
-    (outcome,) = await store.apply([Acquire(lock_name, owner_id, ttl_ms)])
+    (outcome,) = await store.submit([Acquire(lock_name, owner_id, ttl_ms)])
     assert isinstance(outcome, Granted), outcome
     return outcome
 
 
 async def held(store: Store, lock_name: str, owner_id: str = "bob") -> Held:
     """An acquire that must be refused."""
-    (outcome,) = await store.apply([Acquire(lock_name, owner_id, 30_000)])
+    (outcome,) = await store.submit([Acquire(lock_name, owner_id, 30_000)])
     assert isinstance(outcome, Held), outcome
+    return outcome
+
+
+async def waited(store: Store, acquire: Acquire, wait_ms: int) -> Granted | Held | StoreFull:
+    """An acquire that waits, as a task that may be cancelled."""
+    (outcome,) = await store.submit([acquire], wait_ms)
+    assert isinstance(outcome, Granted | Held | StoreFull), outcome
     return outcome
 
 
@@ -216,20 +236,36 @@ async def all_is_quiet(store: SqliteStore) -> None:
     store._writer._threads_until = 0.0  # type: ignore[union-attr] # however slow the disk, or large the crowd
 
 
-class Told:
-    """Calls back with what it is told."""
+class Blocked:
+    """Holds up the writer's thread, inside a transaction, for as long as the block lasts."""
 
-    def __init__(self, call: Callable[[Any], object]) -> None:
-        self._call = call
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+        self._free = threading.Event()
+        self._reached = threading.Event()
 
-    def done(self) -> bool:
-        return False
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._store._call(lambda locks: self._hold()))
+        await asyncio.to_thread(self._reached.wait, PATIENCE_S)
 
-    def cancelled(self) -> bool:
-        return False
+    def _hold(self) -> None:
+        self._reached.set()
+        self._free.wait(PATIENCE_S)
 
-    def set_result(self, result: Any) -> None:
-        self._call(result)
+    async def __aexit__(self, *error: object) -> None:
+        self._free.set()
+        await self._task
 
-    def set_exception(self, exception: Exception) -> None:
-        self._call(exception)
+
+def stand_still_until(happened: Callable[[], bool]) -> None:
+    """Waits for the writer's thread while the event loop does nothing: what it answers is not heard yet."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+async def turns_of_the_loop(number: int) -> None:
+    """A request gathers with others for one turn before it is handed over."""
+    for _ in range(number):
+        await asyncio.sleep(0)

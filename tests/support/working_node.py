@@ -103,7 +103,7 @@ class _Worker:
 
     async def _note(self, token: LeaderToken, what: str) -> None:
         line = (token.role, self._election.node_id, token.epoch, what)
-        async with await psycopg.AsyncConnection.connect(self._dsn) as conn, fenced(conn, token):
+        async with await psycopg.AsyncConnection.connect(self._dsn, autocommit=True) as conn, fenced(conn, token):
             await conn.execute("INSERT INTO journal (role, node, epoch, what) VALUES (%s, %s, %s, %s)", line)
 
 

@@ -6,16 +6,17 @@ standard library only.
 
 import ast
 import copy
+import gc
 import itertools
 import textwrap
 from collections.abc import Iterator
 
 from tools.mutants.model import Site
 
-__all__ = ["sites"]
+__all__ = ["parsed", "sites"]
 
 # What tells somebody, and decides nothing.
-TELLING = ("observers.tell(", "log.warning(", "log.error(")
+TELLING = (".notify(", "log.warning(", "log.error(")
 
 _COMPARED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -37,6 +38,21 @@ _CALCULATED: dict[type[ast.operator], type[ast.operator]] = {
 }
 _EXTREMES = {"min": "max", "max": "min"}
 _LATER_S = 60.0
+
+
+def parsed(source: str) -> ast.Module:
+    """The tree of a source.
+
+    Without a collection of garbage meanwhile. In CPython 3.11, a finalizer that parses too, as the printing of a
+    traceback does, makes the outer call fail with "AST constructor recursion depth mismatch".
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(source)
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Text:
@@ -63,13 +79,13 @@ class _Text:
 def sites(source: str, function: str) -> Iterator[Site]:
     """Every change in the function of this name: `Class.method`, `function` or a constant of the module."""
     text = _Text(source)
-    node = _find(ast.parse(source), function.split("."))
+    node = _find(parsed(source), function.split("."))
     begin, end_of_function = text.span(node)
     begin -= node.col_offset
     for place, operator, new in _changes(node, text):
         start, end = text.span(place)
         # It must be Python still, or this is no defect but a mistake of ours.
-        ast.parse(textwrap.dedent(source[begin:start] + new + source[end:end_of_function]))
+        parsed(textwrap.dedent(source[begin:start] + new + source[end:end_of_function]))
         yield Site(operator, start, end, new)
 
 

@@ -67,11 +67,17 @@ class _Body:
 
 
 def latest_definition(migrations: Path, function: str) -> tuple[Path, int, int]:
-    """The file of the migrations that defines it last, and where its body is: an earlier one is replaced."""
-    header = re.compile(rf"CREATE (?:OR REPLACE )?FUNCTION pgleaderlock\.{re.escape(function)}\(")
+    """The file of the migrations that defines it last, and where its body is: an earlier one is replaced.
+
+    What a later file has renamed was defined before that, under its old name.
+    """
+    renamed = re.compile(rf"ALTER FUNCTION pgleaderlock\.(\w+)\([^;]*\) RENAME TO {re.escape(function)};")
     for path in sorted(migrations.glob("*.sql"), reverse=True):
         source = path.read_text()
-        if found := list(header.finditer(source)):
+        header = re.compile(rf"CREATE (?:OR REPLACE )?FUNCTION pgleaderlock\.{re.escape(function)}\(")
+        if before := renamed.search(source):
+            function = before[1]
+        elif found := list(header.finditer(source)):
             begin = re.compile(r"\bAS (\$\w*\$)").search(source, found[-1].end())
             assert begin is not None, f"{function} has no body"
             return path, begin.end(), source.index(begin[1], begin.end())

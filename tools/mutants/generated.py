@@ -19,37 +19,53 @@ from tools.mutants.model import Mutant, Site, Splice, Tests
 __all__ = ["PACKAGE", "generated", "reasons"]
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "pgleaderlock"
-MIGRATIONS = "_sql/migrations"
+MIGRATIONS = "_pg/sql/migrations"
 NAME_LENGTH = 80
 
-RULE: Tests = ("tests/test_roles_rule.py",)
+RULE: Tests = ("tests/election/test_role_rule.py",)
 GATE: Tests = (
-    "tests/test_gate.py",
+    "tests/election/test_gate.py",
     # Half a minute of threads, for what no change of one line breaks.
-    "--deselect=tests/test_gate.py::test_threads_that_ask_while_it_opens_and_shuts_never_see_half_of_a_term",
+    "--deselect=tests/election/test_gate.py::test_threads_that_ask_while_it_opens_and_shuts_never_see_half_of_a_term",
 )
-FSM: Tests = ("tests/test_fsm.py",)
-SESSIONS: Tests = ("tests/test_ledger_functions.py",)
+FSM: Tests = ("tests/lock/test_fsm.py",)
+SESSIONS: Tests = ("tests/election/test_ledger_functions.py",)
 TERMS: Tests = (
-    "tests/test_ledger_functions.py::test_a_session_that_is_anothers_or_over_is_refused",
-    "tests/test_ledger_terms.py",
+    "tests/election/test_ledger_functions.py::test_a_session_that_is_anothers_or_over_is_refused",
+    "tests/election/test_ledger_terms.py",
 )
-ENGINE: Tests = ("tests/test_engine_rules.py",)
-SESSION: Tests = ("tests/test_session_rules.py",)
+ENGINE: Tests = ("tests/election/test_engine.py",)
+SESSION: Tests = ("tests/pg/test_session.py",)
 STATEMENT: Tests = (
-    "tests/test_ledger_statements.py",
-    "tests/test_lease.py::test_a_slice_that_ends_as_it_is_granted_is_a_grant",
-    "tests/test_refusals.py::test_a_standby_is_refused_by_the_statement_itself",
+    "tests/pg/test_statements.py",
+    "tests/pg/test_lease.py::test_a_slice_that_ends_as_it_is_granted_is_a_grant",
+    "tests/pg/test_explain.py::test_a_standby_is_refused_by_the_statement_itself",
+    "tests/election/test_eviction.py::test_a_restored_copy_beside_its_original_ends_nobody",
 )
 FENCE: Tests = (
-    "tests/test_ledger_terms.py::test_an_epoch_that_is_current_for_another_role_or_in_another_namespace_is_stale_here",
-    "tests/test_fence.py",
-    "tests/test_fence_table.py",
+    "tests/election/test_ledger_terms.py::test_an_epoch_that_is_current_for_another_role_or_in_another_namespace_is_stale_here",
+    "tests/election/test_ledger_terms.py::test_the_strict_half_of_the_fence_holds_a_bump_back_by_itself",
+    "tests/election/test_ledger_terms.py::test_who_won_an_epoch_is_read_of_that_very_term",
+    "tests/election/test_fence.py",
+    "tests/election/test_fence_table.py",
 )
-FENCED: Tests = ("tests/test_fence_rules.py",)
+FENCED: Tests = ("tests/election/test_fence_rules.py",)
 
 PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
-    "_roles.py": {RULE: ("opens_at", "Role.saw", "Role.drained", "Role.wanted", "Role.unchanged_s", "_is_next")},
+    "_election/role.py": {
+        RULE: (
+            "opens_at",
+            "Role.saw",
+            "Role.drained",
+            "Role.wanted",
+            "Role.unchanged_s",
+            "Role.drain",
+            "Role.resume",
+            "Role.node_resumed",
+            "_is_next",
+        ),
+        ENGINE: ("Role.won", "Role.told_settled", "Role.releasing", "Role.released", "Role.lost"),
+    },
     "gate.py": {
         GATE: tuple(
             f"LeaderGate.{name}"
@@ -72,32 +88,29 @@ PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
             )
         )
     },
-    "_fsm.py": {FSM: ("Row.fits", "step")},
-    "_winning.py": {
+    "_lock/fsm.py": {FSM: ("Row.fits", "step")},
+    "_election/winning.py": {
         ENGINE: ("Winning.wanted", "Winning.try_locks", "Winning.begin_terms", "Winning._bump", "Winning._begin_term")
     },
-    "_engine.py": {ENGINE: ("Engine._beat", "Engine._reconcile", "Engine._lose", "Engine._lose_role")},
-    "_releases.py": {ENGINE: ("Releases._begin", "Releases.finish", "Releases.lost")},
-    "ledger.py": {
+    "_election/engine.py": {ENGINE: ("Engine._beat", "Engine._reconcile", "Engine._lose", "Engine._lose_role")},
+    "_election/releasing.py": {ENGINE: ("Releases._begin", "Releases.finish", "Releases.lost")},
+    "_election/ledger.py": {
         SESSION: ("Ledger.beat", "Ledger.bump", "Ledger.end_terms", "Ledger.unlock", "Ledger.hint", "Ledger._write")
     },
     "fence.py": {
         FENCED: (
-            "_fenced_async",
-            "_fenced_sync",
-            "_send_async",
-            "_send_sync",
-            "_check_async",
-            "_check_sync",
-            "_is_fenced",
-            "_is_among",
+            "Block.enter",
+            "Block.leave",
+            "fenced_async",
+            "fenced_sync",
+            "_PsycopgBlock.tries",
+            "_PsycopgBlock.send",
+            "_PsycopgBlock.check",
             "still_fenced",
-            "_joins",
-            "_retries",
             "raced",
         )
     },
-    "_session.py": {
+    "_pg/session.py": {
         SESSION: (
             "DedicatedSession.take",
             "DedicatedSession.wait",
@@ -128,14 +141,14 @@ FUNCTIONS: dict[Tests, tuple[str, ...]] = {
         "settle_request",
         "lock_wake",
     ),
-    TERMS: ("bump", "longest_wait_s", "end_term", "advance_epoch", "next_number"),
+    TERMS: ("bump_unleased", "longest_wait_s", "end_term", "advance_epoch", "next_number"),
     FENCE: ("fence", "fence_strictly", "check_fence"),
 }
 STATEMENTS: dict[str, dict[Tests, tuple[str, ...]]] = {
-    "_sql/ledger.sql": {
+    "_pg/sql/ledger.sql": {
         STATEMENT: (
             "ledger_open",
-            "ledger_heartbeat_3",
+            "ledger_prepare_heartbeat",
             "ledger_try_and_look",
             "ledger_unlock",
             "ledger_hint",
@@ -144,7 +157,7 @@ STATEMENTS: dict[str, dict[Tests, tuple[str, ...]]] = {
             "ledger_settle_requests",
         )
     },
-    "_sql/lock.sql": {STATEMENT: ("take", "wait_for_lock")},
+    "_pg/sql/lock.sql": {STATEMENT: ("take", "wait_for_lock")},
 }
 
 

@@ -1,11 +1,11 @@
 """How a request is answered: JSON, with the same few headers on every answer, and `{"error": …}` for every refusal.
 
-A check that fails raises `Refusal`; one place turns it into an answer. Start messages are built once and sent again and
-again: they are a part of the cost of every request.
+A check that fails raises `Refusal`; one place turns it into an answer.
 
-Imports msgspec. Must never put text of a request into a header unchecked, nor an exception's text into an answer.
+Must never put text of a request into a header unchecked, nor an exception's text into an answer.
 """
 
+import functools
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
@@ -88,29 +88,21 @@ def header_lines(headers: Iterable[Header]) -> bytes:
     return b"".join([b"%s: %s\r\n" % header for header in headers if header[0] != b"connection"])
 
 
-def _start(status: int, *more: Header, content_type: bytes = _JSON) -> dict[str, Any]:
-    headers = [(b"content-type", content_type), *_ON_EVERY_ANSWER, *more]
-    return {"type": "http.response.start", "status": status, "headers": headers}
-
-
-def _plain_start(status: int) -> dict[str, Any]:
-    start = _start(status)
-    return {**start, "lines": header_lines(start["headers"])}
-
-
-_PLAIN_STARTS = {status: _plain_start(status) for status in (200, 409)}
-
-
 def start_of(answer: Answer, request_id: bytes | None = None) -> Message:
     """The message that begins an answer."""
+    if request_id is None and not answer.headers and answer.content_type is _JSON:
+        return _usual_start(answer.status)
     named = () if request_id is None else ((b"x-request-id", request_id),)
-    start = _PLAIN_STARTS.get(answer.status)
-    if start is None or answer.headers or answer.content_type is not _JSON:
-        return _start(answer.status, *answer.headers, *named, content_type=answer.content_type)
-    if request_id is None:
-        return start
-    lines = b"%sx-request-id: %s\r\n" % (start["lines"], request_id)
-    return {**start, "headers": [*start["headers"], *named], "lines": lines}
+    headers = ((b"content-type", answer.content_type), *_ON_EVERY_ANSWER, *answer.headers, *named)
+    return {"type": "http.response.start", "status": answer.status, "headers": headers}
+
+
+@functools.cache
+def _usual_start(status: int) -> Message:
+    """Made once per status, with its lines: most answers begin with one of these."""
+    headers = ((b"content-type", _JSON), *_ON_EVERY_ANSWER)
+    lines = header_lines(headers)
+    return {"type": "http.response.start", "status": status, "headers": headers, "lines": lines}
 
 
 async def send_answer(send: Send, answer: Answer, request_id: bytes | None) -> None:

@@ -1,6 +1,6 @@
 """An OpenAPI 3.1 document from a table of operations and the msgspec types that they decode and encode.
 
-Imports msgspec. Must never describe by hand what a type already says.
+Must never describe by hand what a type already says.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ import msgspec
 
 from pgleaderlock._http.answers import ErrorReply
 
-__all__ = ["Operation", "Reply", "document"]
+__all__ = ["Operation", "Response", "document"]
 
 _REF = "#/components/schemas/{name}"
 
@@ -19,13 +19,14 @@ Schema = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Reply:
-    """An answer: what it means and what its body is. `links` lead on from it."""
+class Response:
+    """One possible answer: what it means and what its body is. `links` name what may be asked next."""
 
     text: str
     body: type[msgspec.Struct] | str = ErrorReply
     """A type, or the media type of a body that is not JSON."""
     headers: Sequence[str] = ()
+    """Of those in `_HEADERS`."""
     links: Mapping[str, Schema] = field(default_factory=dict)
 
 
@@ -35,7 +36,7 @@ class Operation:
     path: str
     name: str
     summary: str
-    replies: Mapping[int, Reply]
+    replies: Mapping[int, Response]
     request: type[msgspec.Struct] | None = None
     parameters: Sequence[Schema] = ()
     needs_token: bool = True
@@ -45,6 +46,11 @@ _HEADERS: dict[str, Schema] = {
     "Retry-After": {"description": "Seconds until it is worth trying again.", "schema": {"type": "integer"}},
     "Allow": {"description": "The methods that this path knows.", "schema": {"type": "string"}},
     "WWW-Authenticate": {"description": "Bearer.", "schema": {"type": "string"}},
+    "X-Lock-Store": {
+        "description": "The identity of the store that has answered.",
+        "required": True,
+        "schema": {"type": "string"},
+    },
 }
 
 
@@ -82,7 +88,7 @@ def _described(operation: Operation) -> Schema:
     described: Schema = {
         "operationId": operation.name,
         "summary": operation.summary,
-        "responses": {str(status): _reply(reply) for status, reply in sorted(operation.replies.items())},
+        "responses": {str(status): _response(response) for status, response in sorted(operation.replies.items())},
     }
     if operation.parameters:
         described["parameters"] = list(operation.parameters)
@@ -94,12 +100,12 @@ def _described(operation: Operation) -> Schema:
     return described
 
 
-def _reply(reply: Reply) -> Schema:
-    described: Schema = {"description": reply.text, "content": _content(reply.body)}
-    if reply.headers:
-        described["headers"] = {name: _HEADERS[name] for name in reply.headers}
-    if reply.links:
-        described["links"] = dict(reply.links)
+def _response(response: Response) -> Schema:
+    described: Schema = {"description": response.text, "content": _content(response.body)}
+    if response.headers:
+        described["headers"] = {name: _HEADERS[name] for name in response.headers}
+    if response.links:
+        described["links"] = dict(response.links)
     return described
 
 

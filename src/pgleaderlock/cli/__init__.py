@@ -1,7 +1,7 @@
 """The command line. `main` is the entry point of the `pgleaderlock` program.
 
 Importing this package imports nothing outside the standard library, so that a plain installation without the extra
-`cli` gets a sentence that helps and no traceback. Everything else happens in `_app`. A leaf: nothing imports it.
+`cli` gets a sentence that helps and no traceback. Everything else starts in `app`. A leaf: nothing imports it.
 """
 
 import importlib.util
@@ -23,6 +23,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             file=sys.stderr,
         )
         sys.exit(_EXIT_USAGE)
-    from pgleaderlock.cli._app import run  # noqa: PLC0415 - needs what has just been looked for.
+    from pgleaderlock.cli.app import run  # noqa: PLC0415 - needs what has just been looked for.
 
     sys.exit(run(argv))

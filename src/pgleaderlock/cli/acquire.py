@@ -2,17 +2,19 @@
 
 A `LeaderLock` that never tries twice: a database that fails is an error at once, not a reason to wait.
 
-Imports click, `lock` (through `_timing`), and its neighbours. It must never leave the lock held when it ends.
+It must never leave the lock held when it ends.
 """
 
 import asyncio
 import logging
-from typing import Any
 
 import click
 
-from pgleaderlock.cli._logging import LEVELS, configure
-from pgleaderlock.cli._output import (
+from pgleaderlock._base.aio import first_of
+from pgleaderlock._pg.explain import explained
+from pgleaderlock.cli.logging import LEVELS, configure
+from pgleaderlock.cli.options import allow_pooler_option, make_lock, timing_options
+from pgleaderlock.cli.output import (
     DURATION,
     EXIT_LOST,
     EXIT_NO,
@@ -22,11 +24,9 @@ from pgleaderlock.cli._output import (
     exit_code_for_signal,
     lock_options,
 )
-from pgleaderlock.cli._reach import Look, explained
-from pgleaderlock.cli._signals import Stopper
-from pgleaderlock.cli._timing import allow_pooler_option, make_lock, timing_options
-from pgleaderlock.cli.status import describe, look_at
-from pgleaderlock.errors import ConnectionError, PgLeaderLockError
+from pgleaderlock.cli.service import Stopper
+from pgleaderlock.cli.status import who_holds
+from pgleaderlock.errors import PgLeaderLockError
 from pgleaderlock.lock import LeaderLock
 from pgleaderlock.models import RetryContext
 
@@ -34,15 +34,18 @@ __all__ = ["acquire"]
 
 
 class _Once:
-    """The retry strategy of somebody who does not retry."""
+    """A retry strategy for one try. One that waits is the lock's second attempt: the first never waits."""
+
+    def __init__(self, *, waits: bool) -> None:
+        self._attempts = 2 if waits else 1
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:
-        return None
+        return 0.0 if ctx.last_error is None and ctx.attempt < self._attempts else None
 
 
 @click.command(short_help="Try once to take a lock.")
 @dsn_option
-@lock_options
+@lock_options(takes_it=True)
 @click.option("--hold", is_flag=True, help="Keep the lock until SIGINT or SIGTERM, instead of releasing it at once.")
 @click.option(
     "--wait", type=DURATION, default=0.0, help="Wait at the server for the lock, up to this long.  [default: 0]"
@@ -75,14 +78,14 @@ def acquire(
     came before there was an answer.
     """
     if log_level is None:
-        # What matters is said below, once.
+        # The outcome is printed below, once.
         logging.getLogger("pgleaderlock").setLevel(logging.CRITICAL + 1)
     else:
         configure(log_level)
     lock = make_lock(
         dsn,
         lock_key,
-        retry_strategy=_Once(),
+        retry_strategy=_Once(waits=wait > 0),
         standby_wait_s=wait,
         auto_reacquire=False,
         health_interval_s=health_interval,
@@ -95,30 +98,21 @@ def acquire(
 
 
 async def _acquire(lock: LeaderLock, stopper: Stopper, dsn: str, lock_key: LockKey, *, hold: bool) -> int:
-    asked = asyncio.ensure_future(stopper.asked())
-    try:
-        async with lock:
-            if await _won(lock, asked):
-                return await (_keep(lock, asked, lock_key) if hold else _give_back(lock, lock_key))
-        if asked.done():
-            return exit_code_for_signal(asked.result())
-    finally:
-        asked.cancel()
+    async with lock:
+        if await _won(lock, stopper):
+            return await (_keep(lock, stopper, lock_key) if hold else _give_back(lock, lock_key))
+    if stopper.signum is not None:
+        return exit_code_for_signal(stopper.signum)
     if lock.last_error is not None:
         raise _for_people(lock.last_error)
     click.echo(f"not acquired: {lock_key} is held by {await _holders(dsn, lock_key)}")
     return EXIT_NO
 
 
-async def _won(lock: LeaderLock, asked: "asyncio.Future[int]") -> bool:
-    """Does the lock become ours before it gives up or somebody asks for the end?"""
-    winning = asyncio.ensure_future(lock.wait_for_leadership())
-    either: list[asyncio.Future[Any]] = [winning, asked]
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    if not winning.done():
-        winning.cancel()
-        return False
-    return winning.result()
+async def _won(lock: LeaderLock, stopper: Stopper) -> bool:
+    """Was the lock won before it gave up, and before a signal asked for the end?"""
+    winning, _ = await first_of(lock.wait_for_leadership(), stopper.asked())
+    return not winning.cancelled() and winning.result()
 
 
 async def _give_back(lock: LeaderLock, lock_key: LockKey) -> int:
@@ -129,17 +123,12 @@ async def _give_back(lock: LeaderLock, lock_key: LockKey) -> int:
     return EXIT_OK
 
 
-async def _keep(lock: LeaderLock, asked: "asyncio.Future[int]", lock_key: LockKey) -> int:
+async def _keep(lock: LeaderLock, stopper: Stopper, lock_key: LockKey) -> int:
     stopped = asyncio.Event()
     lock.on_stopped(stopped.set)
     click.echo(f"acquired: {lock_key} is held until SIGINT or SIGTERM")
-    ended = asyncio.ensure_future(stopped.wait())
-    either: list[asyncio.Future[Any]] = [ended, asked]
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        ended.cancel()
-    if not asked.done():
+    await first_of(stopped.wait(), stopper.asked())
+    if stopper.signum is None:
         click.echo(f"lost: {lock_key}: {lock.last_error}", err=True)
         return EXIT_LOST
     await lock.shutdown()
@@ -148,13 +137,10 @@ async def _keep(lock: LeaderLock, asked: "asyncio.Future[int]", lock_key: LockKe
 
 
 async def _holders(dsn: str, lock_key: LockKey) -> str:
-    """Who it was, asked on a connection of its own. By now it may be somebody else, or nobody."""
     try:
-        async with await Look.open(dsn, "pgleaderlock acquire") as look:
-            view = await look_at(look, lock_key)
-    except ConnectionError as error:
+        return await who_holds(dsn, "pgleaderlock acquire", lock_key)
+    except PgLeaderLockError as error:
         return f"somebody else (who it is cannot be seen: {error})"
-    return " and ".join(describe(holder) for holder in view.holders) or "nobody any more; a moment ago it was"
 
 
 def _for_people(error: Exception) -> Exception:

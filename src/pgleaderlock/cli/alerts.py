@@ -1,24 +1,20 @@
 """`pgleaderlock alerts`: alerting rules for Prometheus, from the defaults and the configuration.
 
-Imports click, `alerts`, `config` and its neighbours. It must never ask a database: rules are
-written where there is none.
+It must never connect to a database: rules are also written where there is none.
 """
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from pgleaderlock.alerts import Alert, Expected, default_alerts, duration, from_rule, merged, rules_yaml
-from pgleaderlock.cli._output import EXIT_OK
-from pgleaderlock.cli._timing import POSITIVE
+from pgleaderlock.alerts import RUNBOOKS, Alert, Expected, default_alerts, duration, from_rule, merged, rules_yaml
+from pgleaderlock.cli.options import POSITIVE, warn
+from pgleaderlock.cli.output import EXIT_OK, grouped
 from pgleaderlock.config import Config
 
 __all__ = ["alerts"]
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _USUAL = Expected()
 
 
@@ -27,65 +23,73 @@ def alerts() -> None:
     """The default alerts, and those of [[alerts]] in the configuration."""
 
 
-def _options(command: _Command) -> _Command:
-    options = (
-        click.option(
-            "--config",
-            "file",
-            type=click.Path(path_type=Path),
-            help="The configuration, for its [[alerts]], [roles] and timing.  [default: as `config show` finds it]",
-        ),
-        click.option(
-            "--role",
-            "roles",
-            multiple=True,
-            help="A role that must have a leader even if no node was ever seen. May be repeated; adds to [roles].",
-        ),
-        click.option(
-            "--scrape-interval",
-            type=POSITIVE,
-            default=_USUAL.scrape_interval_s,
-            show_default=duration(_USUAL.scrape_interval_s),
-            help="How often Prometheus asks the nodes: an alert waits longer than it takes to see a change.",
-        ),
-        click.option(
-            "--failovers",
-            type=click.IntRange(min=1),
-            default=_USUAL.failovers_max,
-            show_default=True,
-            help="More of them than this are too many ...",
-        ),
-        click.option(
-            "--failover-window",
-            type=POSITIVE,
-            default=_USUAL.failover_window_s,
-            show_default=duration(_USUAL.failover_window_s),
-            help="... within this time.",
-        ),
-        click.option(
-            "--drain-time",
-            type=POSITIVE,
-            default=_USUAL.drain_s,
-            show_default=duration(_USUAL.drain_s),
-            help="A drain that takes longer is stuck.",
-        ),
-        click.option("--no-defaults", is_flag=True, help="Only the [[alerts]] of the configuration."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+_options = grouped(
+    click.option(
+        "--config",
+        "file",
+        type=click.Path(path_type=Path),
+        help="The configuration, for its [[alerts]], [roles] and timing.  [default: as `config show` finds it]",
+    ),
+    click.option(
+        "--role",
+        "roles",
+        multiple=True,
+        help="A role that must have a leader even if no node was ever seen. May be repeated; adds to [roles].",
+    ),
+    click.option(
+        "--job",
+        help="Under which Prometheus scrapes the nodes of those roles.  [default: a node of any job will do]",
+    ),
+    click.option(
+        "--scrape-interval",
+        type=POSITIVE,
+        default=_USUAL.scrape_interval_s,
+        show_default=duration(_USUAL.scrape_interval_s),
+        help="How often Prometheus asks the nodes: an alert waits longer than it takes to see a change.",
+    ),
+    click.option(
+        "--failovers",
+        type=click.IntRange(min=1),
+        default=_USUAL.failovers_max,
+        show_default=True,
+        help="More of them than this are too many ...",
+    ),
+    click.option(
+        "--failover-window",
+        type=POSITIVE,
+        default=_USUAL.failover_window_s,
+        show_default=duration(_USUAL.failover_window_s),
+        help="... within this time.",
+    ),
+    click.option(
+        "--drain-time",
+        type=POSITIVE,
+        default=_USUAL.drain_s,
+        show_default=duration(_USUAL.drain_s),
+        help="A drain that takes longer is stuck.",
+    ),
+    click.option("--no-defaults", is_flag=True, help="Only the [[alerts]] of the configuration."),
+)
 
 
 @alerts.command(short_help="Write a rule file for Prometheus.")
 @_options
-def export(**options: Any) -> int:
+@click.option(
+    "--runbooks",
+    metavar="URL",
+    default=RUNBOOKS,
+    show_default=True,
+    help="The page with a section for each default alert, for their annotation runbook_url.",
+)
+@click.option("--ms-names", is_flag=True, help="Record durations in milliseconds, too, as pgleaderlock_*_ms.")
+def export(runbooks: str, ms_names: bool, **options: Any) -> int:
     """Write the rules to standard output, as a file for `rule_files:` of prometheus.yml.
 
     How long each alert waits follows from the timing of the configuration and from --scrape-interval. An alert of your
     own with the name of a default one takes its place. Metrics that are called forge_leader_* in a condition are
     written with their name here, with a warning on standard error.
     """
-    click.echo(rules_yaml(_alerts(**options)), nl=False)
+    click.echo(rules_yaml(_alerts(**options), runbooks=runbooks, ms_names=ms_names), nl=False)
     return EXIT_OK
 
 
@@ -105,6 +109,7 @@ def _alerts(
     *,
     file: Path | None,
     roles: tuple[str, ...],
+    job: str | None,
     scrape_interval: float,
     failovers: int,
     failover_window: float,
@@ -113,13 +118,13 @@ def _alerts(
 ) -> tuple[Alert, ...]:
     config = Config.load(file)
     for problem in config.warnings:
-        _warn(str(problem))
+        warn(str(problem))
     own = []
     for rule in config.alerts:
         alert, notes = from_rule(rule)
         own.append(alert)
         for note in notes:
-            _warn(note)
+            warn(note)
     if no_defaults:
         return tuple(own)
     expected = Expected(
@@ -131,9 +136,7 @@ def _alerts(
         failover_window_s=failover_window,
         drain_s=drain_time,
         roles=tuple(dict.fromkeys([*(role.name for role in config.role_settings), *roles])),
+        namespace=config["namespace"],
+        job=job,
     )
     return merged(default_alerts(expected), own)
-
-
-def _warn(text: str) -> None:
-    print("warning:", " ".join(text.split()), file=sys.stderr)

@@ -1,9 +1,9 @@
 """`pgleaderlock run`: take part in an election and log what happens, until a signal.
 
-For trying things out and for watching a database's behaviour; who wants to run a program while leading takes `exec`.
+For trying things out and for watching how a database behaves; `exec` runs a program while leading. With `--fenced`,
+the roles of an election are competed for instead of one plain lock, and a signal drains them all before the end.
 
-Imports click, `lock`, `election`, `embedded`, `migrate` and its neighbours. It must never fall back to a private
-database by itself: five hosts would get five leaders.
+It must never fall back to a private database by itself: five hosts would get five leaders.
 """
 
 import asyncio
@@ -14,29 +14,31 @@ from collections.abc import Iterator
 
 import click
 
-from pgleaderlock._logging import StructuredLogger, get_logger
-from pgleaderlock.cli._contender import Contender, contender_options
-from pgleaderlock.cli._fenced import check_fenced, fenced_config, fenced_options, lock_key_of_role, make_election
-from pgleaderlock.cli._fenced_run import FencedElection
-from pgleaderlock.cli._logging import LEVELS, configure
-from pgleaderlock.cli._output import (
-    DURATION,
-    EXIT_LOST,
-    EXIT_OK,
-    LockKey,
-    optional_dsn_option,
-    resolve_dsn,
+from pgleaderlock._base.aio import any_done, first_of
+from pgleaderlock._base.logging import StructuredLogger, get_logger
+from pgleaderlock._pg.explain import explained, hopeless
+from pgleaderlock.cli.logging import LEVELS, configure
+from pgleaderlock.cli.options import (
+    POSITIVE,
+    Contender,
+    allow_pooler_option,
+    check_fenced,
+    contender_options,
+    fenced_config,
+    fenced_options,
+    in_option_words,
+    lock_key_of_role,
+    make_election,
+    make_lock,
+    timing_options,
 )
-from pgleaderlock.cli._probes import Watched, check_probes, probe_options
-from pgleaderlock.cli._reach import explained, hopeless
-from pgleaderlock.cli._signals import Stopper
-from pgleaderlock.cli._timing import POSITIVE, allow_pooler_option, in_option_words, make_lock, timing_options
+from pgleaderlock.cli.output import DURATION, EXIT_LOST, EXIT_OK, optional_dsn_option, resolve_dsn
+from pgleaderlock.cli.service import Stopper, Watched, check_probes, private_server, probe_options
 from pgleaderlock.election import LeaderElection
-from pgleaderlock.embedded import EmbeddedPostgres
-from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
+from pgleaderlock.errors import ConfigurationError, NotLeader, PgLeaderLockError
 from pgleaderlock.lock import LeaderLock
 from pgleaderlock.migrate import migrate
-from pgleaderlock.retry import ExponentialBackoff
+from pgleaderlock.retry import DefaultRetry, ExponentialBackoff
 
 __all__ = ["run"]
 
@@ -51,8 +53,15 @@ __all__ = ["run"]
     default=None,
     help="With --fenced: share the roles out between the nodes that balance.  [default: no]",
 )
-@click.option("--retry-base", type=DURATION, default=1.0, help="The first delay between two tries.  [default: 1s]")
-@click.option("--retry-max", type=DURATION, default=30.0, help="The longest delay; each doubles.  [default: 30s]")
+@click.option(
+    "--retry-base",
+    type=DURATION,
+    default=1.0,
+    help="Between two tries of a lock that is held, and the first delay after an error.  [default: 1s]",
+)
+@click.option(
+    "--retry-max", type=DURATION, default=30.0, help="The longest delay after errors; each doubles.  [default: 30s]"
+)
 @click.option(
     "--reconnect-grace",
     type=POSITIVE,
@@ -62,8 +71,9 @@ __all__ = ["run"]
 @click.option(
     "--standby-wait",
     type=DURATION,
-    default=0.0,
-    help="Wait at the server for this long per try: takeover within milliseconds.  [default: 0, try and back off]",
+    default=None,
+    help="Wait at the server for this long per try: takeover within milliseconds. 0 only tries.  "
+    "[default: 10s; 0 behind a pooler and with --fenced]",
 )
 @allow_pooler_option
 @probe_options
@@ -86,12 +96,13 @@ def run(
     fenced: bool,
     late_threshold: float | None,
     node_id: str | None,
+    hold: str | None,
     balance: bool | None,
     retry_base: float,
     retry_max: float,
     reconnect_grace: float | None,
     no_auto_reacquire: bool,
-    standby_wait: float,
+    standby_wait: float | None,
     allow_pooler: bool,
     metrics_port: int | None,
     metrics_host: str,
@@ -114,12 +125,11 @@ def run(
     check_fenced(ctx, contender, fenced=fenced)
     check_probes(ctx, fenced=fenced, port=metrics_port)
     with Stopper() as stopper, contextlib.ExitStack() as at_end, _on_this_machine():
-        server = _embedded_server(ctx) if embedded else None
+        server = private_server(ctx) if embedded else None
         # Everything is checked before a server is started for it.
         competition: LeaderLock | LeaderElection
-        lock_key: LockKey | None
         if fenced:
-            own = {"late_threshold": late_threshold, "node_id": node_id, "balance": balance}
+            own = {"late_threshold": late_threshold, "node_id": node_id, "balance": balance, "hold": hold}
             config = fenced_config(ctx, contender, embedded=embedded, **own)
             competition = make_election(config, None if server is None else lambda: server.dsn)
             lock_key = lock_key_of_role(config) if len(competition.roles) == 1 else None
@@ -143,65 +153,68 @@ def run(
         if server is not None:
             at_end.enter_context(server)
             log.info("embedded_server", folder=server.data_dir, version=server.version)
-            if fenced:  # a private database: there is nobody else who could have made its ledger
+            if fenced:  # a private database: no other program can have made its ledger
                 asyncio.run(migrate(server.dsn))
-        _log_start(log, competition, lock_key)
+        if lock_key is not None:
+            log.info("run_started", key1=lock_key.key1, key2=lock_key.key2, pid=os.getpid())
+        elif isinstance(competition, LeaderElection):
+            log.info("run_started", roles=len(competition.roles), pid=os.getpid())
         if isinstance(competition, LeaderElection):
-            code = asyncio.run(FencedElection(competition, stopper, log).watched(metrics_host, metrics_port))
+            code = asyncio.run(_ElectionRun(competition, stopper, log).run(metrics_host, metrics_port))
         else:
-            code = asyncio.run(_Election(competition, stopper, log).watched())
+            code = asyncio.run(_LockRun(competition, stopper, log).run())
     log.info("run_ended", exit_code=code)
     return code
 
 
-def _log_start(log: StructuredLogger, competition: LeaderLock | LeaderElection, lock_key: LockKey | None) -> None:
-    if lock_key is not None:
-        log.info("run_started", key1=lock_key.key1, key2=lock_key.key2, pid=os.getpid())
-    elif isinstance(competition, LeaderElection):
-        log.info("run_started", roles=len(competition.roles), pid=os.getpid())
+def _strategy(base_s: float, max_s: float) -> DefaultRetry:
+    try:
+        return DefaultRetry(held_s=base_s, errors=ExponentialBackoff(base_s=base_s, max_s=max_s))
+    except ConfigurationError as error:
+        raise ConfigurationError(in_option_words(str(error))) from error
 
 
-class _Election:
+@contextlib.contextmanager
+def _on_this_machine() -> Iterator[None]:
+    """If no database was given, say how to try it without one."""
+    try:
+        yield
+    except click.UsageError as error:
+        if not error.message.startswith("no database given"):
+            raise
+        raise click.UsageError(f"{error.message}; to try it on this machine alone: --embedded") from error
+
+
+class _LockRun:
     """One lock from start to end, and what its end means for the exit code."""
 
     def __init__(self, lock: LeaderLock, stopper: Stopper, log: StructuredLogger) -> None:
         self._lock = lock
         self._stopper = stopper
         self._log = log
-        self._heard = asyncio.Event()
-        """The lock has stopped, or cannot ever succeed."""
+        self._over = asyncio.Event()
+        """The lock has stopped, or can never be won."""
         self._hopeless: Exception | None = None
         self._tried = False
         self._led = False
 
-    async def watched(self) -> int:
-        async with Watched(self._lock) as around:
-            return await self.run(around)
-
-    async def run(self, around: Watched) -> int:
+    async def run(self) -> int:
         self._listen()
-        await self._lock.start()
-        around.ready()
-        ends = [asyncio.ensure_future(self._stopper.asked()), asyncio.ensure_future(self._heard.wait())]
-        try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        async with Watched(self._lock) as around:
+            await self._lock.start()
+            around.ready()
+            await first_of(self._stopper.asked(), self._over.wait())
             if self._stopper.signum is not None:
                 self._log.info("stopping", signal=signal.Signals(self._stopper.signum).name)
             around.stopping()
             await self._lock.shutdown()
-        finally:
-            for end in ends:
-                end.cancel()
-        return self._exit_code()
-
-    def _exit_code(self) -> int:
         if self._hopeless is not None:
             raise self._hopeless
         if self._stopper.signum is not None:
             return EXIT_OK
         if self._led:
             return EXIT_LOST
-        # Without auto_reacquire, an error in mid-try ends it before it has ever led.
+        # Without auto_reacquire, an error in the middle of a try ends the lock before it has ever led.
         raise self._lock.last_error or ConfigurationError("the lock has stopped without a reason")
 
     def _listen(self) -> None:
@@ -218,47 +231,73 @@ class _Election:
             self._tried = True
             self._log.info("on_acquire_failed")
 
-        @lock.on_lost
-        def on_lost() -> None:
-            self._log.warning("on_lost")
-
-        @lock.on_released
-        def on_released() -> None:
-            self._log.info("on_released")
-
         @lock.on_stopped
         def on_stopped() -> None:
             self._log.info("on_stopped")
-            self._heard.set()
+            self._over.set()
 
+        lock.on_lost(lambda: self._log.warning("on_lost"))
+        lock.on_released(lambda: self._log.info("on_released"))
         lock.on_error(self._on_error)
 
     def _on_error(self, error: Exception) -> None:
         self._log.warning("on_error", error=error)
         if not self._tried and isinstance(error, PgLeaderLockError) and hopeless(error):
             self._hopeless = explained(error)
-            self._heard.set()
+            self._over.set()
 
 
-def _strategy(base_s: float, max_s: float) -> ExponentialBackoff:
-    try:
-        return ExponentialBackoff(base_s=base_s, max_s=max_s)
-    except ConfigurationError as error:
-        raise ConfigurationError(in_option_words(str(error))) from error
+class _ElectionRun:
+    """An election from start to end (`--fenced`): each term's epoch, and each opening and shutting of a gate."""
 
+    def __init__(self, election: LeaderElection, stopper: Stopper, log: StructuredLogger) -> None:
+        self._election = election
+        self._stopper = stopper
+        self._log = log
+        self._log_of = {role: log.bind(lock=role) for role in election.roles}
 
-@contextlib.contextmanager
-def _on_this_machine() -> Iterator[None]:
-    """Whoever has no database is told how to try it without one."""
-    try:
-        yield
-    except click.UsageError as error:
-        if not error.message.startswith("no database given"):
-            raise
-        raise click.UsageError(f"{error.message}; to try it on this machine alone: --embedded") from error
+    async def run(self, host: str, port: int | None) -> int:
+        async with Watched(self._election, host=host, port=port) as around:
+            self._listen()
+            watching = asyncio.ensure_future(self._watch())
+            asked = asyncio.ensure_future(self._stopper.asked())
+            await asyncio.sleep(0)  # both have begun before anything happens
+            starting = asyncio.ensure_future(self._election.start())
+            try:
+                await any_done(asked, starting)
+                if starting.done():
+                    starting.result()  # a missing ledger is raised here
+                    error = self._election.last_error
+                    if isinstance(error, PgLeaderLockError) and hopeless(error):
+                        raise explained(error)
+                    around.ready()
+                signum = await asked
+                around.stopping()
+                self._log.info("stopping", signal=signal.Signals(signum).name)
+                await self._election.drain()  # work in flight ends before the command does
+            finally:
+                asked.cancel()
+                await self._election.shutdown()
+                await asyncio.wait([starting, watching])
+        return EXIT_OK
 
+    async def _watch(self) -> None:
+        """Ends with the election."""
+        async for change in self._election.changes():
+            log = self._log_of[change.role]
+            if change.is_leader:
+                log.info("gate_open", epoch=change.epoch, holder=change.holder)
+                continue
+            try:
+                self._election.gate(change.role).require_leader()
+            except NotLeader as refused:
+                log.info("gate_shut", reason=refused.reason, epoch=change.epoch, holder=change.holder)
 
-def _embedded_server(ctx: click.Context) -> EmbeddedPostgres:
-    if ctx.get_parameter_source("dsn") is click.core.ParameterSource.COMMANDLINE:
-        raise click.UsageError("--embedded and --dsn exclude each other: give one or the other")
-    return EmbeddedPostgres()
+    def _listen(self) -> None:
+        """Log each callback by its name. (The library itself logs the changes of state.)"""
+        election, log, log_of = self._election, self._log, self._log_of
+        election.on_acquired(lambda role: log_of[role].info("on_acquired", epoch=election.gate(role).current_epoch))
+        election.on_released(lambda role: log_of[role].info("on_released"))
+        election.on_lost(lambda role: log_of[role].warning("on_lost"))
+        election.on_error(lambda error: log.warning("on_error", error=error))
+        election.on_stopped(lambda: log.info("on_stopped"))

@@ -1,43 +1,77 @@
 """`pgleaderlock watch`: roles, leaders, nodes and changes, live in a terminal; one plain snapshot anywhere else.
 
-The database may go away: the last picture stays, says since when it is stale, and goes on when the database is back.
+`_Watcher` reads the ledger, `picture` draws what it has seen for a screen of any size, `Terminal` has the screen and
+the keyboard. While the database is away, the last picture stays and says since when it is stale.
 
-Imports click, rich (through `_watch_screen`), `history` and its neighbours. It looks, and takes no lock.
+It reads and takes no lock. The picture depends on a snapshot and the size of the terminal, and on nothing else; the
+terminal must be given back on every way out.
 """
 
 import asyncio
+import contextlib
 import datetime as dt
 import os
+import signal
 import sys
+import termios
+import textwrap
+import tty
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
 from pgleaderlock import history
-from pgleaderlock._clock import BOOT_CLOCK
-from pgleaderlock._jitter import JITTER
-from pgleaderlock.cli._operations import LedgerLook, channel_option, namespace_option, open_ledger, table_console
-from pgleaderlock.cli._output import EXIT_OK, dsn_option
-from pgleaderlock.cli._reach import Unreachable, hopeless
-from pgleaderlock.cli._timing import POSITIVE
-from pgleaderlock.cli._watch_screen import CHANGES_SHOWN, Snapshot, Terminal, picture
+from pgleaderlock._base.aio import cancel_and_wait, first_of
+from pgleaderlock._base.clock import BOOT_CLOCK
+from pgleaderlock._pg.explain import Unreachable, hopeless
+from pgleaderlock.cli.look import KIND_COLUMNS, leader, remedies, sentence, summary
+from pgleaderlock.cli.options import POSITIVE
+from pgleaderlock.cli.output import EXIT_OK, dsn_option, print_table
+from pgleaderlock.cli.reading import (
+    LedgerLook,
+    channel_option,
+    elsewhere,
+    keep_reading,
+    namespace_option,
+    open_ledger,
+    span,
+    state,
+    table_console,
+)
+from pgleaderlock.cli.service import ttou_blocked
 from pgleaderlock.errors import ConnectionError
-from pgleaderlock.retry import reconnect_jitter_s
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
 
-__all__ = ["watch"]
+__all__ = ["Snapshot", "Terminal", "picture", "watch"]
 
 INTERVAL_S = 1.0
-RETRY_S = 1.0
 TICK_S = 1.0
 HANGS_S = 2.0
 GAP_S_MIN = 0.1
 LOOK_BACK_S = 86400.0
 SILENT_SHOWN_S = 600.0
 PAGE_KEYS = {"n": 1, " ": 1, "p": -1, "b": -1}
+WIDE_COLUMNS = 110
+ROOMY_COLUMNS = 72
+LINES_AROUND = 4  # title, headings, blank line, keys
+CHANGES_SHOWN = 50
+CHANGES_PRINTED = 8
+NODES_SHOWN = 16
+NODES_LINES = 3
+NODES_HEIGHT_MIN = 20
+REMEDIES_SHOWN = 3
+_NO_BREAK = "\u00a0"  # a node and what it does stay on one line
+_ORDER = list(history.STATES)
+_STYLES = {"bad": "bold red", "late": "bold yellow", "well": ""}
+_CHANGE_STYLES = {"acquired": "green", "lost": "red", "evicted": "red", "superseded": "yellow", "advanced": "yellow"}
 
 
 @click.command(short_help="Watch roles, leaders and changes, live.")
@@ -48,8 +82,8 @@ PAGE_KEYS = {"n": 1, " ": 1, "p": -1, "b": -1}
 def watch(dsn: str, namespace: str, channel: str, interval: float) -> int:
     """Watch each role with its leader, epoch, tenure and the age of its heartbeat, the nodes, and the latest changes.
 
-    Roles without a leader come first. q or Ctrl-C ends it; n and p turn the pages. A notification of the nodes shows a
-    change at once. When the output is no terminal, one snapshot is printed.
+    Roles for which nobody may act come first, with why and what to run next. q or Ctrl-C ends it; n and p turn the
+    pages. A notification of the nodes shows a change at once. When the output is no terminal, one snapshot is printed.
 
     Exit codes: 0 ended as asked, 2 it could not be found out.
     """
@@ -61,8 +95,214 @@ def watch(dsn: str, namespace: str, channel: str, interval: float) -> int:
     return EXIT_OK
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one reading of the ledger has found, and when, by this machine's clock."""
+
+    namespace: str
+    roles: Sequence[history.RoleView]
+    nodes: Sequence[history.NodeView]
+    changes: Sequence[history.Event]
+    """The newest last."""
+    at: dt.datetime
+    elsewhere: str = ""
+    """Where there are roles, if there are none here."""
+
+
+# --- The picture
+
+
+def picture(
+    shot: Snapshot | None, *, width: int, height: int | None, page: int = 0, stale: str = "", keys: str = ""
+) -> "RenderableType":
+    """One screenful; without a height everything. `stale` says since when, and why, this is not the present."""
+    from rich.console import Group  # noqa: PLC0415 - takes longer to import than --help takes to answer.
+    from rich.text import Text  # noqa: PLC0415
+
+    if shot is None:
+        return Group(
+            _line("pgleaderlock watch", "bold"), _line(stale or "connecting …", "bold red" if stale else "dim")
+        )
+    roles = sorted(shot.roles, key=lambda role: (_ORDER.index(role.state), role.role))
+    nodes = _nodes(shot, width, 1 if height is not None and height < NODES_HEIGHT_MIN else NODES_LINES)
+    advice = [] if stale else [f"{why} ->{command}" for why, command in remedies(roles, REMEDIES_SHOWN)]
+    remark, changes = "", shot.changes[-CHANGES_PRINTED:]
+    if height is not None:
+        around = LINES_AROUND + len(nodes) + len(advice) + bool(stale)
+        # A quarter of the screen, and what the roles do not need.
+        changes = shot.changes[-max(1, height // 4, height - around - len(roles)) :]
+        left = height - around - len(changes)
+        room = max(1, left - (len(roles) > left))  # one line for the remark
+        pages = max(1, -(-len(roles) // room))
+        first = (page % pages) * room
+        if pages > 1:
+            remark = f"{first + 1} to {min(first + room, len(roles))} of {len(roles)}; n, p: more"
+        roles = roles[first : first + room]
+    dim = "dim" if stale else ""
+    parts: list[RenderableType] = [_title(shot, width)]
+    if stale:
+        parts.append(_line(stale, "bold red"))
+    parts += [*nodes, _roles(roles, width, dim)]
+    if remark:
+        parts.append(_line(remark, "dim"))
+    parts += [_line(line, "yellow") for line in advice]
+    if changes:
+        parts += [Text(), *(_change(event, width, dim) for event in changes)]
+    if keys:
+        parts.append(_line(keys, "dim"))
+    return Group(*parts)
+
+
+def _line(text: str, style: str = "") -> "Text":
+    from rich.text import Text  # noqa: PLC0415
+
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _title(shot: Snapshot, width: int) -> "Text":
+    clock = f"{shot.at.astimezone():%H:%M:%S}"
+    text = f"{shot.namespace}  {summary(shot.roles)}{shot.elsewhere}"
+    room = width - len(clock) - 2
+    shown = text if len(text) <= room else text[: room - 1] + "…"
+    return _line(f"{shown:<{room}}  {clock}", "bold")
+
+
+def _nodes(shot: Snapshot, width: int, lines_max: int) -> "list[Text]":
+    live = [node for node in shot.nodes if node.live]
+    words = [
+        f"{node.node_id}{_NO_BREAK}({node.leads}{'' if node.state == 'alive' else f',{_NO_BREAK}{node.state}'})"
+        for node in live[:NODES_SHOWN]
+    ]
+    more = f" and {len(live) - NODES_SHOWN} more" if len(live) > NODES_SHOWN else ""
+    gone = [f"{node.node_id}{_NO_BREAK}{node.state}" for node in shot.nodes if node.state == "silent"]
+    text = f"nodes: {', '.join(words) or 'none alive'}{more}" + (f"; {', '.join(gone)}" if gone else "")
+    lines = textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False) if lines_max > 1 else [text]
+    if len(lines) > lines_max:
+        lines = [*lines[: lines_max - 1], " ".join(lines[lines_max - 1 :])]
+    return [_line(line.replace(_NO_BREAK, " "), "" if live else "bold red") for line in lines]
+
+
+def _roles(roles: Sequence[history.RoleView], width: int, dim: str) -> "Table":
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    wide = width >= WIDE_COLUMNS
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
+    for column in ("role", "leader", "state"):
+        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    roomy = width >= ROOMY_COLUMNS
+    for column in ("epoch", *(("tenure",) if roomy else ()), "heartbeat", *(("candidates",) if wide else ())):
+        table.add_column(column, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("leads since", no_wrap=True)
+    for role in roles:
+        ages = [*([span(role.tenure_s)] if roomy else []), span(role.heartbeat_age_s)]
+        cells = [role.role, leader(role), state(role), str(role.epoch), *ages]
+        if wide:
+            since = "-" if role.acquired_at is None else f"{role.acquired_at.astimezone():%Y-%m-%d %H:%M:%S}"
+            cells += [str(role.candidates), since]
+        table.add_row(
+            *(Text(cell, overflow="ellipsis") for cell in cells), style=dim or _STYLES[history.STATES[role.state][1]]
+        )
+    return table
+
+
+def _change(event: history.Event, width: int, dim: str) -> "Text":
+    moment = event.at.astimezone()
+    style = dim or _CHANGE_STYLES.get(event.kind, "")
+    if width < WIDE_COLUMNS:
+        return _line(f"{moment:%H:%M:%S} {sentence(event)}", style)
+    return _line(f"{moment:%Y-%m-%d %H:%M:%S}  {sentence(event, KIND_COLUMNS)}", style)
+
+
+# --- The terminal
+
+
+class Terminal:
+    """While entered, has the whole screen and the keyboard. Ctrl-Z gives both back until the program is continued.
+
+    `on_key` gets each key; for a signal that asks for the end it gets the key `q`.
+    """
+
+    ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+    def __init__(
+        self, console: "Console", render: "Callable[[], RenderableType]", on_key: Callable[[str], None]
+    ) -> None:
+        self._console = console
+        self._render = render
+        self._on_key = on_key
+        self._live: Live | None = None
+        self._modes: list[Any] | None = None
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in self.ENDING:
+            loop.add_signal_handler(number, self._on_key, "q")
+        loop.add_signal_handler(signal.SIGTSTP, self._suspend)
+        loop.add_signal_handler(signal.SIGWINCH, self.refresh)
+        try:
+            self._take()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        loop = asyncio.get_running_loop()
+        self._give_back()
+        for number in (*self.ENDING, signal.SIGTSTP, signal.SIGWINCH):
+            loop.remove_signal_handler(number)
+
+    def refresh(self) -> None:
+        if self._live is not None:
+            self._live.refresh()
+
+    def _take(self) -> None:
+        from rich.live import Live  # noqa: PLC0415
+
+        if sys.stdin.isatty():
+            with ttou_blocked():
+                self._modes = termios.tcgetattr(sys.stdin)
+                tty.setcbreak(sys.stdin, termios.TCSANOW)
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read)
+        self._live = Live(console=self._console, get_renderable=self._render, screen=True, auto_refresh=False)
+        self._live.start(refresh=True)
+
+    def _give_back(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            with contextlib.suppress(OSError):  # the terminal may have hung up
+                live.stop()
+        if self._modes is not None:
+            modes, self._modes = self._modes, None
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            with contextlib.suppress(OSError, termios.error), ttou_blocked():
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, modes)
+
+    def _suspend(self) -> None:
+        self._give_back()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        # SIGCONT has come, such as by `fg`.
+        self._take()
+
+    def _read(self) -> None:
+        try:
+            typed = os.read(sys.stdin.fileno(), 64)
+        except OSError:
+            typed = b""
+        if not typed:  # the terminal has hung up
+            self._on_key("q")
+        for key in typed.decode(errors="ignore"):
+            self._on_key(key)
+        self.refresh()
+
+
+# --- The reader
+
+
 class _Watcher:
-    """Looks again and again, and knows what was seen last."""
+    """Reads the ledger again and again, and keeps what was seen last."""
 
     def __init__(self, dsn: str, namespace: str, channel: str, interval_s: float) -> None:
         self._dsn = dsn
@@ -79,49 +319,41 @@ class _Watcher:
         self._console = table_console()
 
     async def once(self) -> None:
-        """Prints what there is now."""
+        """Print one snapshot."""
         async with open_ledger(self._dsn, "watch") as look:
             await self._look(look)
-        with self._console.capture() as captured:
-            self._console.print(picture(self._shot, width=self._console.width, height=None))
-        for line in captured.get().splitlines():
-            print(line.rstrip())
+        print_table(self._console, picture(self._shot, width=self._console.width, height=None))
 
     async def live(self) -> None:
-        """Shows it on the whole screen until somebody has had enough."""
+        """Show it on the whole screen until `q` or a signal."""
         looking: asyncio.Future[None] | None = None
         try:
             with Terminal(self._console, self._render, self._key) as terminal:
-                looking = asyncio.ensure_future(self._look_for_ever(terminal))
-                ticking = asyncio.ensure_future(self._tick(terminal))
-                quitting = asyncio.ensure_future(self._quit.wait())
-                await asyncio.wait([looking, ticking, quitting], return_when=asyncio.FIRST_COMPLETED)
-                ticking.cancel()
-                quitting.cancel()
+                looking = asyncio.ensure_future(self._keep_looking(terminal))
+                await first_of(asyncio.shield(looking), self._tick(terminal), self._quit.wait())
         finally:
-            # After the terminal has been given back: ending a connection may take a moment.
-            if looking is not None and not looking.done():
-                looking.cancel()
-                await asyncio.wait([looking])
+            # After the terminal was given back: closing a connection may take a moment.
+            if looking is not None:
+                await cancel_and_wait(looking)
         if not looking.cancelled():
             looking.result()  # it ends by an error alone
 
-    async def _look_for_ever(self, terminal: Terminal) -> None:
-        while True:
-            try:
-                async with open_ledger(self._dsn, "watch", listen=self._channel) as look:
-                    while True:
-                        await self._look(look)
-                        terminal.refresh()
-                        await look.woken(self._interval_s)
-                        # One change comes with many notifications.
-                        await asyncio.sleep(GAP_S_MIN)
-            except ConnectionError as error:
-                if self._shot is None and hopeless(error):
-                    raise
-                self._error = _in_brief(error)
+    async def _keep_looking(self, terminal: Terminal) -> None:
+        async def read(look: LedgerLook) -> None:
+            while True:
+                await self._look(look)
                 terminal.refresh()
-            await asyncio.sleep(RETRY_S + reconnect_jitter_s(RETRY_S, JITTER))
+                await look.woken(self._interval_s)
+                # One change comes with many notifications.
+                await asyncio.sleep(GAP_S_MIN)
+
+        def lost(error: ConnectionError) -> None:
+            if self._shot is None and hopeless(error):
+                raise error
+            self._error = _in_brief(error)
+            terminal.refresh()
+
+        await keep_reading(self._dsn, "watch", channel=self._channel, read=read, lost=lost)
 
     async def _look(self, look: LedgerLook) -> None:
         if self._shot is None:
@@ -130,12 +362,13 @@ class _Watcher:
             self._changes.extend(await self._feed.more(look))
         roles = await history.all_roles(look, self._namespace)
         nodes = await history.nodes(look, self._namespace, heard_within_s=SILENT_SHOWN_S)
-        self._shot = Snapshot(self._namespace, roles, nodes, tuple(self._changes), dt.datetime.now(dt.UTC))
+        others = "" if roles else await elsewhere(look, self._namespace)
+        self._shot = Snapshot(self._namespace, roles, nodes, tuple(self._changes), dt.datetime.now(dt.UTC), others)
         self._shot_at = BOOT_CLOCK.now()
         self._error = ""
 
     async def _tick(self, terminal: Terminal) -> None:
-        """Whoever looks may hang: the picture must say so all the same."""
+        """Redraw a stale picture: it must say so even while a statement hangs."""
         while True:
             await asyncio.sleep(TICK_S)
             if self._stale():
@@ -161,7 +394,7 @@ class _Watcher:
 
 
 def _in_brief(error: ConnectionError) -> str:
-    """One line has little room; who wants to know more asks `status`."""
+    """One line has little room; `status` shows the whole error."""
     if isinstance(error, Unreachable):
         return f"cannot connect ({error.kind})"
     return str(error).partition(":")[0]

@@ -3,14 +3,18 @@
 The public names, and nothing else.
 """
 
-from pgleaderlock.client._aio_lease import AsyncHeartbeat, AsyncLease
-from pgleaderlock.client._batch import Acquire, Release, Renew
+from pgleaderlock.client._flows import Acquire, Release, Renew
 from pgleaderlock.client._lease import LeaseState
-from pgleaderlock.client._sync_lease import Heartbeat, Lease
 from pgleaderlock.client._wire import LockInfo
-from pgleaderlock.client.aio import AsyncLockClient
-from pgleaderlock.client.blocking import LockClient
-from pgleaderlock.errors import LeaseLost, LockHeld, LockServerError, LockServerRefused, LockServerUnreachable
+from pgleaderlock.client.aio import AsyncHeartbeat, AsyncLease, AsyncLockClient
+from pgleaderlock.client.blocking import Heartbeat, Lease, LockClient
+from pgleaderlock.errors import (
+    LeaseLost,
+    LockHeld,
+    LockServerError,
+    LockServerRefused,
+    LockServerUnreachable,
+)
 
 __all__ = [
     "Acquire",

@@ -1,13 +1,12 @@
 """Connections for asyncio: each carries one request at a time, is kept for the next one, and is closed when in doubt.
 
-Imports `_core`, `_http1` and the standard library. Must never reuse a connection whose last answer is unknown, and
-never decide whether something is tried again: a flow does.
+Must never reuse a connection whose last response is unknown, and never decide about another try: a flow does.
 """
 
 import asyncio
 
 from pgleaderlock.client._core import ClientClosed, Core, Endpoint, NoAnswer, Send
-from pgleaderlock.client._http1 import BadReply, HttpConnection, Reply
+from pgleaderlock.client._http1 import BadResponse, HttpConnection, HttpResponse
 
 __all__ = ["AsyncPool"]
 
@@ -20,18 +19,18 @@ class _Connection(asyncio.Protocol):
         self.used = False
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._waiter: asyncio.Future[Reply] | None = None
+        self._waiter: asyncio.Future[HttpResponse] | None = None
 
     @property
     def reusable(self) -> bool:
         return not self.closed and self.http.reusable
 
-    async def exchange(self, send: Send, core: Core) -> Reply:
+    async def exchange(self, send: Send, core: Core) -> HttpResponse:
         assert self._transport is not None
         if self.closed:
             raise NoAnswer("the connection was closed", stale=True)
         data = self.http.encode(send.request)
-        waiter: asyncio.Future[Reply] = self._loop.create_future()
+        waiter: asyncio.Future[HttpResponse] = self._loop.create_future()
         self._waiter = waiter
         timer = self._loop.call_later(send.timeout_s, self._late, send.timeout_s)
         send.sent_at = core.clock.now()
@@ -44,19 +43,19 @@ class _Connection(asyncio.Protocol):
             self.used = True
 
     def abort(self) -> None:
-        """At once, without a farewell: what was sent is not to be thought of any more."""
+        """Close at once, without a TLS or TCP goodbye: the outcome of what was sent is unknown."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
 
     def _late(self, timeout_s: float) -> None:
-        self._fail(f"no reply within {timeout_s:g} s")
+        self._fail(f"no response within {timeout_s:g} s")
 
     def _fail(self, why: str, *, stale: bool = False) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(NoAnswer(why, stale=stale))
 
-    # -- called by the event loop -------------------------------------------------------------------------------------
+    # --- Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -64,21 +63,21 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._waiter is None or self._waiter.done():
-            self.abort()  # nobody has asked
+            self.abort()  # bytes that belong to no request
             return
         try:
-            reply = self.http.feed(data)
-        except BadReply as error:
-            self._fail(f"what came is no reply: {error}")
+            response = self.http.feed(data)
+        except BadResponse as error:
+            self._fail(f"not a valid HTTP response: {error}")
             self.abort()
             return
-        if reply is not None:
-            self._waiter.set_result(reply)
+        if response is not None:
+            self._waiter.set_result(response)
 
     def eof_received(self) -> bool:
         self.closed = True
         if self._waiter is not None and not self._waiter.done() and self.http.began:
-            # The end of the stream may be the end of a reply.
+            # The end of the stream may be the end of a response.
             self.data_received(b"")
         return False
 
@@ -97,28 +96,28 @@ class AsyncPool:
         self._waiting = asyncio.Semaphore(core.connections_max - 2)
         self._closed = False
 
-    async def exchange(self, send: Send) -> Reply:
+    async def exchange(self, send: Send) -> HttpResponse:
         if send.waits:
             async with self._waiting, self._slots:
                 return await self._exchange(send)
         async with self._slots:
             return await self._exchange(send)
 
-    async def _exchange(self, send: Send) -> Reply:
+    async def _exchange(self, send: Send) -> HttpResponse:
         connection = (None if send.fresh else self._take(send.endpoint)) or await self._connect(send)
         try:
-            reply = await connection.exchange(send, self._core)
+            response = await connection.exchange(send, self._core)
         except BaseException as error:
             connection.abort()
             if isinstance(error, NoAnswer) and error.stale:
-                self._drop_idle(send.endpoint)  # the others are as old
+                self._drop_idle(send.endpoint)  # the other idle ones are as old
             raise
         idle = self._idle[send.endpoint]
         if connection.reusable and not self._closed and len(idle) < self._core.connections_max:
             idle.append(connection)
         else:
             connection.abort()
-        return reply
+        return response
 
     def _take(self, endpoint: Endpoint) -> _Connection | None:
         idle = self._idle[endpoint]
@@ -132,7 +131,7 @@ class AsyncPool:
     async def _connect(self, send: Send) -> _Connection:
         self.check_open()
         endpoint = send.endpoint
-        # Who has little time for an answer has no more for the way to it: a renewal must get to the next server.
+        # Never longer than for the response: a renewal must have time for the next server.
         timeout_s = min(self._core.connect_timeout_s, send.timeout_s)
         loop = asyncio.get_running_loop()
         try:

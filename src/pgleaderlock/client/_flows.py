@@ -1,24 +1,26 @@
 """Every conversation with the server, as a generator that decides and never waits.
 
-A flow yields `Send` or `Pause`; whoever runs it does that, blocking or awaiting, and sends the `Reply` back in or
-throws `NoAnswer`. So both clients make the same decisions, and a test can play the network.
+A flow yields `Send` or `Pause`; a client does that, blocking or awaiting, and sends the response in or throws
+`NoAnswer`. So both clients make the same decisions, and a test can play the network.
 
 - **Everything we send may be repeated.** An acquire carries an idempotency key, and a repeated renew or release changes
-  nothing. So a reply that was lost is asked for again, on the next server when there is one. Bounded by `tries`.
-- **A grant counts from the first send that may have caused it**: with an idempotent replay that is not the last one.
-- A grant whose deadline has passed before it was read is not believed until a renewal has confirmed it.
+  nothing. So a request whose response was lost is sent again, to the next server if there is one. Bounded by `tries`.
+- **A lease counts from the first send that may have caused it**: with an idempotent replay that is not the last one,
+  unless the server says how much is left of it.
+- A grant whose deadline has passed before it was read is not trusted until a renewal has confirmed it.
 
-Imports `_core`, `_lease`, `_wire`, `errors` and the standard library. Must never contain `await`, a socket or a sleep.
+Must never contain `await`, a socket or a sleep.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar, Union
 
+from pgleaderlock._base.logging import get_logger
 from pgleaderlock.client import _wire as wire
 from pgleaderlock.client._core import Core, Endpoint, NoAnswer, Pause, Send, whole_number
-from pgleaderlock.client._http1 import Reply, Request
-from pgleaderlock.client._lease import BaseLease, LeaseState
+from pgleaderlock.client._http1 import HttpRequest, HttpResponse
+from pgleaderlock.client._lease import BaseLease, HeartbeatPlan, LeaseState, Renewal, RenewTicket, proof_of
 from pgleaderlock.errors import (
     ConfigurationError,
     LeaseLost,
@@ -26,45 +28,36 @@ from pgleaderlock.errors import (
     LockServerError,
     LockServerRefused,
     LockServerUnreachable,
+    PgLeaderLockError,
 )
-
-__all__ = [
-    "AcquireAttempt",
-    "Flow",
-    "RetryPlan",
-    "acquire",
-    "acquire_with_retry",
-    "break_lock",
-    "call",
-    "clean_up",
-    "found_lost",
-    "get",
-    "list_page",
-    "new_attempt",
-    "release",
-    "release_again",
-    "renew",
-]
+from pgleaderlock.retry import ExponentialBackoff
 
 T = TypeVar("T")
 L = TypeVar("L", bound=BaseLease)
-Flow = Generator[Send | Pause, Reply | None, T]
+Flow = Generator[Send | Pause, HttpResponse | None, T]
+MakeLease = Callable[[wire.Granted, float, float], L]
+"""Makes a lease of the grant, its ttl, and the moment from which it counts."""
 
 TRIES_LEAST = 3
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.1
+# Between two acquires, where the server has not recommended a delay.
+BACK_OFF = ExponentialBackoff(base_s=0.1, max_s=5.0)
 WAIT_S_MAX = 86_400
+# The server lets one request wait this long; a longer wait is asked for again.
 SLICE_S_MAX = 60.0
-"""What the server lets one request wait; a longer wait is asked for again."""
 LEAST_WAIT_S = 0.01
 RELEASE_S_LEAST = 0.2
-MANY_REQUESTS = 429
+CONFLICT, MANY_REQUESTS = 409, 429
+_ONE_STORE = "give one client only servers that share a PostgreSQL store"
+
+_log = get_logger("pgleaderlock")
 
 
-def call(core: Core, make: Callable[[Endpoint], Send], *, tries: int | None = None) -> Flow[tuple[Reply, Send]]:
-    """One question, asked again elsewhere when there is no answer or the server cannot serve (5xx)."""
+def call(core: Core, make: Callable[[Endpoint], Send], *, tries: int | None = None) -> Flow[tuple[HttpResponse, Send]]:
+    """One request, sent to the next server when there is no response or the server cannot serve (5xx)."""
     left = tries or max(TRIES_LEAST, len(core.endpoints) + 1)
     asked = 0
-    trouble = ""
+    trouble = other_store = ""
     retry_after_s: float | None = None
     stale_seen: set[Endpoint] = set()
     while left > 0:
@@ -72,40 +65,49 @@ def call(core: Core, make: Callable[[Endpoint], Send], *, tries: int | None = No
             yield Pause(core.random.uniform(PAUSE_S_MIN, PAUSE_S_MAX))
         endpoint = core.endpoint
         send = make(endpoint)
+        if core.store is not None:
+            # A server with another store then does nothing, and says so at once.
+            send.request = send.request.with_header(b"X-Lock-Store: %s\r\n" % core.store)
         try:
-            reply = yield send
+            response = yield send
         except NoAnswer as error:
             trouble = f"{endpoint}: {error}"
             if error.stale and endpoint not in stale_seen:
-                # A kept connection that the server had closed says nothing about the server.
+                # That a kept connection was closed says nothing about the server.
                 stale_seen.add(endpoint)
                 continue
         else:
-            assert reply is not None
-            if reply.status < 500:
-                return reply, send
-            retry_after_s = wire.retry_after_s(reply)
-            trouble = f"{endpoint}: HTTP {reply.status}: {reply.body[:200].decode('utf-8', 'replace')}"
+            assert response is not None
+            if response.status < 500 and core.is_our_store(response.store):
+                return response, send
+            if response.status < 500:
+                other_store = f"; {endpoint} has another store, so its leases mean nothing here: {_ONE_STORE}"
+                if endpoint not in core.refused:  # once: it goes on for as long as the other servers are down
+                    core.refused.add(endpoint)
+                    _log.error("another_store", server=str(endpoint), remedy=_ONE_STORE)
+            retry_after_s = wire.retry_after_s(response)
+            trouble = f"{endpoint}: HTTP {response.status}: {response.body[:200].decode('utf-8', 'replace')}"
         left -= 1
         asked += 1
         core.failed(endpoint)
-    raise LockServerUnreachable(f"no lock server has answered ({trouble})", retry_after_s=retry_after_s)
+    raise LockServerUnreachable(f"no lock server has answered ({trouble}{other_store})", retry_after_s=retry_after_s)
 
 
 def _ask(
-    core: Core, request: Request, timeout_s: float | None = None, *, fresh: bool = False
-) -> Flow[tuple[Reply, Send]]:
+    core: Core, request: HttpRequest, timeout_s: float | None = None, *, fresh: bool = False
+) -> Flow[tuple[HttpResponse, Send]]:
     timeout_s = core.request_timeout_s if timeout_s is None else timeout_s
     return call(core, lambda endpoint: Send(request, endpoint, timeout_s, fresh=fresh))
 
 
-# -- acquire ----------------------------------------------------------------------------------------------------------
+# --- Acquire
 
 
 @dataclass(eq=False)
 class AcquireAttempt:
-    """One wish for a lock: its key, and every send of it whose outcome is not known."""
+    """One wish for a lock: its key, and every send of it whose outcome is unknown."""
 
+    core: Core
     lock_name: str
     ttl_ms: int
     ttl_s: float
@@ -113,36 +115,65 @@ class AcquireAttempt:
     key: str
     open_sends: list[Send] = field(default_factory=list)
     granted: wire.Granted | None = None
-    """A lease that the server has given, and that nobody has received yet."""
+    """A lease that the server has granted, and that the caller has not received yet."""
 
     @property
     def may_hold(self) -> bool:
-        """The server may have given us a lease that nobody here knows of."""
+        """Whether the server may have granted a lease that the caller has not received."""
         return self.granted is not None or any(send.sent_at is not None for send in self.open_sends)
 
     def counted_from(self, granted: wire.Granted) -> float:
-        """The moment from which the lease certainly ran, or an earlier one."""
+        """The moment at which the lease began, or an earlier one."""
         sent = [send.sent_at for send in self.open_sends if send.sent_at is not None]
-        # A replay was granted to an earlier send; to which, and how long that one had waited, is not known.
-        return min(sent) if granted.replayed else sent[-1] + granted.waited_ms / 1000
+        return _counted_from(granted, self.ttl_s, min(sent), sent[-1])
+
+    def settled(self) -> None:
+        """The outcome is known: nothing of this attempt has to be cleaned up."""
+        self.granted = None
+        self.open_sends.clear()
+
+    def clean_up(self) -> Flow[None]:
+        """Give back what an acquire may have got that was cancelled or had no answer.
+
+        The same key brings the lease that was granted, if there is one; or, when the lock was free, a new one. Either
+        is released at once. The caller bounds the time; the ttl ends what stays.
+        """
+        if self.granted is None:
+            request = wire.acquire_request(self.lock_name, self.core.owner_id, self.ttl_ms, 0, self.key)
+            # After what it cleans up: otherwise it would find the lock free, and the late request would take it.
+            response, _ = yield from _ask(self.core, request, fresh=True)
+            outcome = wire.outcome_of_acquire(response.status, wire.answer(response, conflict=True))
+            if isinstance(outcome, LockHeld):
+                return
+            self.granted = outcome
+        yield from _ask(self.core, wire.release_request(self.granted.proof))
+
+
+def _counted_from(granted: wire.Granted, ttl_s: float, first: float, last: float) -> float:
+    """The moment at which a lease began, or an earlier one. `last` is the send that was answered."""
+    if not granted.replayed:
+        return last + granted.waited_ms / 1000
+    # It was granted to an earlier send. To which, and how long that one had waited, is unknown.
+    if granted.remaining_ms is None:
+        return first
+    return last + granted.remaining_ms / 1000 - ttl_s  # so much was left when the last send had arrived
 
 
 def new_attempt(core: Core, lock_name: str, ttl_s: float, wait_s: float) -> AcquireAttempt:
     ttl_ms = wire.ttl_ms(ttl_s)
     wire.milliseconds("wait_s", wait_s, least_ms=0, most_ms=1000 * WAIT_S_MAX)
-    return AcquireAttempt(lock_name, ttl_ms, float(ttl_s), float(wait_s), core.unique())
+    return AcquireAttempt(core, lock_name, ttl_ms, float(ttl_s), float(wait_s), core.unique())
 
 
-def acquire(
-    core: Core, attempt: AcquireAttempt, make_lease: Callable[[wire.Granted, float, float], L], wait_s: float
-) -> Flow[L]:
-    """A lease that is valid now, or `LockHeld`. `make_lease` gets the grant, its ttl, and the moment it counts from."""
-    until = core.clock.now() + wait_s
+def acquire(attempt: AcquireAttempt, make_lease: MakeLease[L], wait_s: float) -> Flow[L]:
+    """A lease that is valid now, or `LockHeld`."""
+    clock = attempt.core.clock
+    until = clock.now() + wait_s
     while True:
-        outcome = yield from _ask_for_lock(core, attempt, until)
+        outcome = yield from _ask_for_lock(attempt, until)
         if not isinstance(outcome, LockHeld):
             break
-        left_s = until - core.clock.now()
+        left_s = until - clock.now()
         if left_s < LEAST_WAIT_S:
             raise outcome
         # A slice of the wait is over, or the server stops and has sent its waiters away.
@@ -150,77 +181,52 @@ def acquire(
     attempt.granted = outcome
     lease = make_lease(outcome, attempt.ttl_s, attempt.counted_from(outcome))
     if not lease.valid:
-        lease = yield from _confirm(core, attempt, outcome, make_lease)
-    attempt.granted = None
-    attempt.open_sends.clear()
+        lease = yield from _confirm(attempt, outcome, make_lease)
+    attempt.settled()
     return lease
 
 
-def _ask_for_lock(core: Core, attempt: AcquireAttempt, until: float) -> Flow[wire.Granted | LockHeld]:
+def _ask_for_lock(attempt: AcquireAttempt, until: float) -> Flow[wire.Granted | LockHeld]:
+    core = attempt.core
+
     def make(endpoint: Endpoint) -> Send:
         left_s = min(SLICE_S_MAX, max(0.0, until - core.clock.now()))
         wait_ms = round(left_s * 1000)
         request = wire.acquire_request(attempt.lock_name, core.owner_id, attempt.ttl_ms, wait_ms, attempt.key)
-        # Longer than the server's own wait, by all the time that an answer may take: else we would hang up on a grant.
+        # Longer than the server's own wait by the time that an answer may take: otherwise we could miss a grant.
         send = Send(request, endpoint, left_s + core.request_timeout_s, waits=wait_ms > 0)
         attempt.open_sends.append(send)
         return send
 
-    reply, send = yield from call(core, make)
-    if 400 <= reply.status < 500 and reply.status != 409:
+    response, send = yield from call(core, make)
+    if 400 <= response.status < 500 and response.status != CONFLICT:
         attempt.open_sends.remove(send)
-        raise wire.refusal(reply)
-    outcome = wire.outcome_of_acquire(reply.status, wire.answer(reply, conflict=True))
+        raise wire.refusal(response)
+    outcome = wire.outcome_of_acquire(response.status, wire.answer(response, conflict=True))
     if isinstance(outcome, LockHeld):
         attempt.open_sends.remove(send)
     return outcome
 
 
-def _confirm(
-    core: Core,
-    attempt: AcquireAttempt,
-    granted: wire.Granted,
-    make_lease: Callable[[wire.Granted, float, float], L],
-) -> Flow[L]:
-    """The grant was long on its way: is it still good? A renewal says so, and counts from now."""
-    request = wire.renew_request(
-        granted.lock_name, granted.owner_id, granted.lease_id, granted.fencing_token, attempt.ttl_ms
-    )
-    reply, send = yield from _ask(core, request, _renew_timeout_s(core, attempt.ttl_s))
-    renewed = wire.outcome_of_renew(wire.answer(reply, conflict=True))
+def _confirm(attempt: AcquireAttempt, granted: wire.Granted, make_lease: MakeLease[L]) -> Flow[L]:
+    """The response was late: a renewal says whether the lease is still good, and counts from now."""
+    core = attempt.core
+    request = wire.renew_request(granted.proof, attempt.ttl_ms)
+    response, send = yield from _ask(core, request, _renew_timeout_s(core, attempt.ttl_s))
+    renewed = wire.outcome_of_renew(wire.answer(response, conflict=True))
     assert send.sent_at is not None
     lease = make_lease(granted, attempt.ttl_s, send.sent_at)
     if not renewed:
-        attempt.granted = None
-        attempt.open_sends.clear()
+        attempt.settled()
     if not renewed or not lease.valid:
         text = f"the lease of {granted.lock_name!r} had expired before its grant was read"
         raise LeaseLost(granted.lock_name, "deadline", text)
     return lease
 
 
-def clean_up(core: Core, attempt: AcquireAttempt) -> Flow[None]:
-    """Gives back what an acquire may have got that was cancelled or had no answer.
-
-    The same key brings the lease that was granted, if there is one; or, when the lock was free, a new one. Either is
-    released at once. Bounded by whoever runs it; the ttl ends what stays.
-    """
-    granted = attempt.granted
-    if granted is None:
-        request = wire.acquire_request(attempt.lock_name, core.owner_id, attempt.ttl_ms, 0, attempt.key)
-        # After what it cleans up: else it would find the lock free, and the one that comes late would keep it.
-        reply, _ = yield from _ask(core, request, fresh=True)
-        outcome = wire.outcome_of_acquire(reply.status, wire.answer(reply, conflict=True))
-        if isinstance(outcome, LockHeld):
-            return
-        granted = attempt.granted = outcome
-    request = wire.release_request(granted.lock_name, granted.owner_id, granted.lease_id, granted.fencing_token)
-    yield from _ask(core, request)
-
-
 @dataclass
 class RetryPlan:
-    """When to try again, and when to stop: at most `max_retries` more tries, all of it within `max_total_wait_s`."""
+    """When to try again, and when to stop: at most `max_retries` more tries, all within `max_total_wait_s`."""
 
     core: Core
     max_retries: int
@@ -239,33 +245,27 @@ class RetryPlan:
         return max(0.0, self.began + self.max_total_wait_s - self.core.clock.now())
 
     def next_delay_s(self, recommended_s: float | None) -> float | None:
-        """Never sooner than the server recommends, up to half as much later so that not all come back at once."""
+        """What the server recommends, or a back-off, within the client's bounds and with its jitter."""
         if self.retries >= self.max_retries:
             return None
-        # Without a recommendation: 0.1 s, doubling, at most 5 s.
-        base_s = recommended_s or min(5.0, 0.1 * 2 ** min(self.retries, 10))
-        delay_s = base_s * self.core.random.uniform(1.0, 1.5)
+        wanted_s = recommended_s or BACK_OFF.delay_s(self.retries + 1)
+        delay_s = self.core.retries.delay_s(wanted_s, self.core.random)
         if delay_s >= self.left_s:
             return None
         self.retries += 1
         return delay_s
 
 
-def acquire_with_retry(
-    core: Core,
-    attempt: AcquireAttempt,
-    make_lease: Callable[[wire.Granted, float, float], L],
-    plan: RetryPlan,
-) -> Flow[L]:
-    """Tries until the plan gives up, and then raises the last reason.
+def acquire_with_retry(attempt: AcquireAttempt, make_lease: MakeLease[L], plan: RetryPlan) -> Flow[L]:
+    """Try until the plan gives up, and then raise the last reason.
 
-    One key for all of it: whatever is granted late to an earlier try is found by a later one.
+    One key for all tries: a later one finds what was granted late to an earlier one.
     """
     while True:
         error: LockHeld | LeaseLost | LockServerUnreachable | LockServerRefused
         recommended_s: float | None = None
         try:
-            return (yield from acquire(core, attempt, make_lease, min(attempt.wait_s, plan.left_s)))
+            return (yield from acquire(attempt, make_lease, min(attempt.wait_s, plan.left_s)))
         except LockHeld as held:
             error, recommended_s = held, held.recommended_retry_s
         except LeaseLost as lost:
@@ -282,40 +282,74 @@ def acquire_with_retry(
         yield Pause(delay_s)
 
 
-# -- renew and release ------------------------------------------------------------------------------------------------
+# --- Renew and release
 
 
 def _renew_timeout_s(core: Core, ttl_s: float) -> float:
-    """Short enough that a lost reply leaves time for another try."""
+    """Short enough that a lost response leaves time for another try."""
     return min(core.request_timeout_s, max(0.05, ttl_s / 3))
 
 
 def renew(core: Core, lease: BaseLease, ttl_s: float | None) -> Flow[None]:
-    """Extends a lease from now. Raises `LeaseLost` when it is gone."""
+    """Extend a lease from now. Raises `LeaseLost` when it is gone."""
     if not lease.valid:
-        lease._end(LeaseState.LOST, "deadline")  # noqa: SLF001 - whoever watches it should know as well
+        lease._end(LeaseState.LOST, "deadline")  # noqa: SLF001 - its watchers should know as well
     lease.raise_if_lost()
     extend_ms = wire.ttl_ms(lease.ttl_s if ttl_s is None else ttl_s)
     ticket = lease._about_to_renew(extend_ms / 1000, core.clock.now())  # noqa: SLF001 - the lease is for us to keep
-    request = wire.renew_request(lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token, extend_ms)
-    reply, send = yield from _ask(core, request, _renew_timeout_s(core, extend_ms / 1000))
+    request = wire.renew_request(proof_of(lease), extend_ms)
+    response, send = yield from _ask(core, request, _renew_timeout_s(core, extend_ms / 1000))
     assert send.sent_at is not None
-    if not wire.outcome_of_renew(wire.answer(reply, conflict=True)):
-        lease._end(LeaseState.LOST, "not_owner")  # noqa: SLF001
-    elif not lease._renewed(ticket, send.sent_at):  # noqa: SLF001
-        lease._end(LeaseState.LOST, "deadline")  # noqa: SLF001
+    _renewed(lease, ticket, wire.outcome_of_renew(wire.answer(response, conflict=True)), send.sent_at)
     lease.raise_if_lost()
 
 
+def _renewed(lease: BaseLease, ticket: RenewTicket, renewed: bool, sent_at: float) -> bool:
+    """Take over the server's answer to a renewal: False, and the lease is lost, unless it is extended."""
+    if renewed and lease._renewed(ticket, sent_at):  # noqa: SLF001
+        return True
+    lease._end(LeaseState.LOST, "deadline" if renewed else "not_owner")  # noqa: SLF001
+    return False
+
+
+def renew_together(core: Core, plan: HeartbeatPlan, renewals: Sequence[Renewal]) -> Flow[None]:
+    """One call for all of them, sent once: the plan is told the outcome, and decides about another try."""
+    now = core.clock.now()
+    timeout_s = plan.timeout_s(renewals)
+    tickets = [renewal.lease._about_to_renew(renewal.lease.ttl_s, now) for renewal in renewals]  # noqa: SLF001
+    extends = [
+        (proof_of(renewal.lease), wire.ttl_ms(ticket.ttl_s)) for renewal, ticket in zip(renewals, tickets, strict=True)
+    ]
+    single = len(renewals) == 1
+    if single:
+        request = wire.renew_request(*extends[0])
+    else:
+        request = wire.batch_request([wire.renew_operation(*extend) for extend in extends])
+    try:
+        response, send = yield from call(core, lambda endpoint: Send(request, endpoint, timeout_s), tries=1)
+        fields = wire.answer(response, conflict=single)
+        answers = [(200, fields)] if single else wire.batch_results(fields, len(renewals))
+        outcomes = [wire.outcome_of_renew(body) for _, body in answers]
+    except PgLeaderLockError as error:
+        plan.failed(renewals, error)
+        return
+    assert send.sent_at is not None
+    for renewal, ticket, renewed in zip(renewals, tickets, outcomes, strict=True):
+        if renewed:
+            plan.renewed(renewal, ticket, send.sent_at)
+        else:
+            plan.refused(renewal)
+
+
 def release(core: Core, lease: BaseLease) -> Flow[bool]:
-    """Gives a lease back. True if that ended it, False if it had ended before. Repeating it is no error."""
+    """Give a lease back. True if that ended it, False if it had ended before. Repeating it is no error."""
     ours = lease._end(LeaseState.RELEASED)  # noqa: SLF001 - from here on a refused renewal is no loss
-    # One that was given up at its deadline may still be there: freeing it lets the next one in sooner.
+    # One that was given up at its deadline may still exist at the server: freeing it lets the next holder in sooner.
     if not ours and (lease.state is LeaseState.RELEASED or lease.loss().reason != "deadline"):
         return False
     left_s = lease.deadline - core.clock.now()
-    request = wire.release_request(lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token)
-    # Nobody has to wait longer for this than the lease itself would have lasted.
+    request = wire.release_request(proof_of(lease))
+    # The caller never waits longer for this than the lease itself would have lasted.
     timeout_s = min(core.request_timeout_s, max(RELEASE_S_LEAST, left_s))
     sends: list[Send] = []
 
@@ -323,44 +357,156 @@ def release(core: Core, lease: BaseLease) -> Flow[bool]:
         sends.append(Send(request, endpoint, timeout_s))
         return sends[-1]
 
-    reply, _ = yield from call(core, make)
-    if wire.outcome_of_release(wire.answer(reply)):
+    response, _ = yield from call(core, make)
+    if wire.outcome_of_release(wire.answer(response)):
         return True
-    # An earlier send of this very release may have ended it, and its answer was lost. While the lease was ours by our
-    # own clock, nothing else is likely.
+    # An earlier send of this very release may have ended it, and its response was lost. While the lease was ours by
+    # our own clock, nothing else is likely.
     return left_s > 0 and sum(send.sent_at is not None for send in sends) > 1
 
 
 def release_again(core: Core, lease: BaseLease) -> Flow[None]:
-    """Sends a release once more whose answer nobody has waited for."""
-    if lease.forked:
-        return
-    request = wire.release_request(lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token)
-    yield from _ask(core, request)
+    """Send a release whose answer nobody waits for."""
+    if not lease.forked:
+        yield from _ask(core, wire.release_request(proof_of(lease)))
 
 
-def found_lost(lease: BaseLease) -> LeaseLost:
-    """A release has found that the lease was over, while we took it for good."""
+def give_back(core: Core, lease: BaseLease) -> Flow[LeaseLost | None]:
+    """The release at the end of a `lock` block; returns the loss if the lease had ended before, unnoticed."""
+    if lease.state is LeaseState.RELEASED:
+        return None  # by the block itself
+    try:
+        if (yield from release(core, lease)):
+            return None
+    except LockServerError as error:
+        _log.warning("release_failed", lock=lease.lock_name, error=error)
+        return None  # by our own clock the lease was ours until now
     text = f"the lease of {lease.lock_name!r} had ended before it was released: broken, or the server lost it"
     return LeaseLost(lease.lock_name, "not_owner", text)
 
 
-# -- looking ----------------------------------------------------------------------------------------------------------
+# --- The other calls
 
 
 def get(core: Core, lock_name: str) -> Flow[wire.LockInfo]:
-    reply, _ = yield from _ask(core, wire.get_request(lock_name))
-    return wire.lock_info(wire.answer(reply))
+    response, _ = yield from _ask(core, wire.get_request(lock_name))
+    return wire.lock_info(wire.answer(response))
 
 
 def list_page(core: Core, prefix: str, cursor: str | None, limit: int) -> Flow[wire.Page]:
-    reply, _ = yield from _ask(core, wire.list_request(prefix, cursor, limit))
-    page = wire.lock_page(wire.answer(reply))
+    response, _ = yield from _ask(core, wire.list_request(prefix, cursor, limit))
+    page = wire.lock_page(wire.answer(response))
     if page.next_cursor is not None and page.next_cursor == cursor:
         raise LockServerError("the server's list does not move on")
     return page
 
 
 def break_lock(core: Core, lock_name: str) -> Flow[wire.LockInfo]:
-    reply, _ = yield from _ask(core, wire.break_request(lock_name))
-    return wire.broken(wire.answer(reply))
+    response, _ = yield from _ask(core, wire.break_request(lock_name))
+    return wire.broken(wire.answer(response))
+
+
+# --- Many operations in one call and one transaction. A batch whose response was lost is sent again with the same keys.
+
+
+@dataclass(frozen=True)
+class Acquire:
+    """Ask for a lock. Does not wait."""
+
+    lock_name: str
+    ttl_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Renew:
+    """Extend a lease from now by its ttl."""
+
+    lease: BaseLease
+
+
+@dataclass(frozen=True)
+class Release:
+    """Give a lease back."""
+
+    lease: BaseLease
+
+
+Operation = Acquire | Renew | Release
+Outcome = Union[L, LockHeld, LockServerRefused, bool]  # noqa: UP007 - an alias with a variable needs the long form
+
+
+class BatchAttempt:
+    """The operations as they are sent, each acquire with its own key, and every send of them."""
+
+    def __init__(self, core: Core, operations: Sequence[Operation]) -> None:
+        if not 1 <= len(operations) <= wire.BATCH_MAX:
+            raise ConfigurationError(f"a batch has 1 to {wire.BATCH_MAX} operations, not {len(operations)}")
+        self.core = core
+        self.operations = list(operations)
+        for each in self.operations:
+            if not isinstance(each, Acquire) and each.lease.forked:
+                raise each.lease.loss()  # before anything has changed
+        self.tickets: dict[int, RenewTicket] = {}
+        self.encoded = [self._encode(index, each) for index, each in enumerate(self.operations)]
+        self.sends: list[Send] = []
+
+    def _encode(self, index: int, operation: Operation) -> dict[str, Any]:
+        if isinstance(operation, Acquire):
+            ttl_ms = wire.ttl_ms(operation.ttl_s)
+            return wire.acquire_operation(operation.lock_name, self.core.owner_id, ttl_ms, self.core.unique())
+        lease = operation.lease
+        if isinstance(operation, Renew):
+            self.tickets[index] = lease._about_to_renew(lease.ttl_s, self.core.clock.now())  # noqa: SLF001
+            return wire.renew_operation(proof_of(lease), wire.ttl_ms(lease.ttl_s))
+        lease._end(LeaseState.RELEASED)  # noqa: SLF001 - from here on a refused renewal is no loss
+        return wire.release_operation(proof_of(lease))
+
+    @property
+    def acquires(self) -> list[dict[str, Any]]:
+        return [fields for fields in self.encoded if fields["op"] == "acquire"]
+
+    @property
+    def may_hold(self) -> bool:
+        return bool(self.acquires) and any(send.sent_at is not None for send in self.sends)
+
+    def clean_up(self) -> Flow[None]:
+        """As for a single acquire."""
+        response, _ = yield from _ask(self.core, wire.batch_request(self.acquires), fresh=True)
+        results = wire.batch_results(wire.answer(response), len(self.acquires))
+        outcomes = [wire.outcome_of_acquire(status, body) for status, body in results if status == 200]
+        releases = [wire.release_operation(each.proof) for each in outcomes if isinstance(each, wire.Granted)]
+        if releases:
+            yield from _ask(self.core, wire.batch_request(releases))
+
+
+Attempt = AcquireAttempt | BatchAttempt
+
+
+def batch(attempt: BatchAttempt, make_lease: MakeLease[L]) -> "Flow[list[Outcome[L]]]":
+    """One outcome per operation, in order."""
+    request = wire.batch_request(attempt.encoded)
+
+    def make(endpoint: Endpoint) -> Send:
+        attempt.sends.append(Send(request, endpoint, attempt.core.request_timeout_s))
+        return attempt.sends[-1]
+
+    response, send = yield from call(attempt.core, make)
+    results = wire.batch_results(wire.answer(response), len(attempt.operations))
+    assert send.sent_at is not None
+    first = min(sent.sent_at for sent in attempt.sends if sent.sent_at is not None)
+    outcomes: list[Outcome[L]] = []
+    for index, (operation, (status, body)) in enumerate(zip(attempt.operations, results, strict=True)):
+        if 400 <= status < 500 and status != CONFLICT:
+            outcomes.append(LockServerRefused(status, f"the lock server refused (HTTP {status}): {body.get('error')}"))
+        elif isinstance(operation, Acquire):
+            granted, ttl_s = wire.outcome_of_acquire(status, body), operation.ttl_s
+            if isinstance(granted, LockHeld):
+                outcomes.append(granted)
+            else:
+                outcomes.append(make_lease(granted, ttl_s, _counted_from(granted, ttl_s, first, send.sent_at)))
+        elif isinstance(operation, Renew):
+            renewed = wire.outcome_of_renew(body)
+            outcomes.append(_renewed(operation.lease, attempt.tickets[index], renewed, send.sent_at))
+        else:
+            outcomes.append(wire.outcome_of_release(body))
+    return outcomes

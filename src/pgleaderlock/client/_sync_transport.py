@@ -2,8 +2,7 @@
 
 Safe for any number of threads. A forked child does not use its parent's connections.
 
-Imports `_core`, `_http1` and the standard library. Must never reuse a connection whose last answer is unknown, and
-never decide whether something is tried again: a flow does.
+Must never reuse a connection whose last response is unknown, and never decide about another try: a flow does.
 """
 
 import contextlib
@@ -13,13 +12,13 @@ import threading
 import time
 
 from pgleaderlock.client._core import ClientClosed, Core, Endpoint, NoAnswer, Send
-from pgleaderlock.client._http1 import BadReply, HttpConnection, Reply
+from pgleaderlock.client._http1 import BadResponse, HttpConnection, HttpResponse
 
 __all__ = ["SyncPool"]
 
 CHUNK_BYTES = 64 * 1024
+# Setting a timeout is a system call: it is set again only when it is longer, or shorter by more than this.
 TIMEOUT_SLACK_S = 0.001
-"""A timeout is set again when it has become so much shorter, or longer at all: each time is a call to the system."""
 
 
 class _Connection:
@@ -38,10 +37,10 @@ class _Connection:
 
     @property
     def silent(self) -> bool:
-        """Nothing has come since the last reply: no end of the stream, and nothing that nobody has asked for."""
+        """Nothing has arrived since the last response: no end of the stream, no bytes that belong to no request."""
         return not self._poll.poll(0)
 
-    def exchange(self, send: Send, core: Core) -> Reply:
+    def exchange(self, send: Send, core: Core) -> HttpResponse:
         data = self.http.encode(send.request)
         send.sent_at = core.clock.now()
         until = time.monotonic() + send.timeout_s
@@ -56,14 +55,14 @@ class _Connection:
                 chunk = self._sock.recv(CHUNK_BYTES)
                 if not chunk and not self.http.began:
                     raise NoAnswer("the connection was closed by the server", stale=self.used)
-                reply = self.http.feed(chunk)
-                if reply is not None:
+                response = self.http.feed(chunk)
+                if response is not None:
                     self.used = True
-                    return reply
+                    return response
         except TimeoutError:
-            raise NoAnswer(f"no reply within {send.timeout_s:g} s") from None
-        except BadReply as error:
-            raise NoAnswer(f"what came is no reply: {error}") from error
+            raise NoAnswer(f"no response within {send.timeout_s:g} s") from None
+        except BadResponse as error:
+            raise NoAnswer(f"not a valid HTTP response: {error}") from error
         except OSError as error:
             raise NoAnswer(f"the connection ended ({error})", stale=self.used and not self.http.began) from error
 
@@ -78,7 +77,7 @@ class _Connection:
 
 
 class _Slots:
-    """Bounds how many are under way: two semaphores of the standard library's would take four times as long."""
+    """Bounds the requests under way. Two semaphores of the standard library would take four times as long."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -124,14 +123,14 @@ class SyncPool:
         self._slots = _Slots(self._core.connections_max)
 
     def begin_anew(self) -> None:
-        """In a forked child: closed here, its parent's connections stay open there."""
+        """In a forked child: close its copies of the connections, which stay open in the parent."""
         idle = self._idle
         self._begin()
         for connections in idle.values():
             for connection in connections:
                 connection.close()
 
-    def exchange(self, send: Send) -> Reply:
+    def exchange(self, send: Send) -> HttpResponse:
         slots = self._slots
         slots.take(waits=send.waits)
         try:
@@ -139,18 +138,18 @@ class SyncPool:
         finally:
             slots.give(waits=send.waits)
 
-    def _exchange(self, send: Send) -> Reply:
+    def _exchange(self, send: Send) -> HttpResponse:
         connection = (None if send.fresh else self._take(send.endpoint)) or self._connect(send)
         try:
-            reply = connection.exchange(send, self._core)
+            response = connection.exchange(send, self._core)
         except BaseException as error:
             connection.close()
             if isinstance(error, NoAnswer) and error.stale:
-                self._drop_idle(send.endpoint)  # the others are as old
+                self._drop_idle(send.endpoint)  # the other idle ones are as old
             raise
         if not self._keep(connection):
             connection.close()
-        return reply
+        return response
 
     def _keep(self, connection: _Connection) -> bool:
         with self._mutex:
@@ -173,7 +172,7 @@ class SyncPool:
     def _connect(self, send: Send) -> _Connection:
         self.check_open()
         endpoint = send.endpoint
-        # Who has little time for an answer has no more for the way to it: a renewal must get to the next server.
+        # Never longer than for the response: a renewal must have time for the next server.
         timeout_s = min(self._core.connect_timeout_s, send.timeout_s)
         try:
             sock = socket.create_connection((endpoint.host, endpoint.port), timeout_s)
@@ -186,7 +185,7 @@ class SyncPool:
             if endpoint.tls:
                 assert self._core.ssl_context is not None
                 sock = self._core.ssl_context.wrap_socket(sock, server_hostname=endpoint.host)
-        except OSError as error:  # ssl.SSLError and a timeout of the handshake are among them
+        except OSError as error:  # includes ssl.SSLError and a timeout of the handshake
             sock.close()
             raise NoAnswer(f"cannot connect: {error}") from error
         except BaseException:

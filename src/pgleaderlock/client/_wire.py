@@ -1,9 +1,9 @@
-"""The lock server's JSON: requests as bytes, replies as values, refusals as exceptions.
+"""The lock server's JSON: requests as bytes, responses as values, refusals as exceptions.
 
-What the server says is checked field by field; fields that this client does not know are ignored, so that a newer
-server can say more. An answer that makes no sense is `LockServerError`: whether something was done is unknown then.
+Each field of an answer is checked; unknown fields are ignored, so that a newer server can send more. An answer that
+cannot be understood is `LockServerError`: whether the server did anything is then unknown.
 
-Imports `_http1`, `errors` and the standard library. Must never wait, and knows nothing of leases or clocks.
+Must never wait, and knows nothing of leases or clocks.
 """
 
 import json
@@ -13,37 +13,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from pgleaderlock.client._http1 import Reply, Request
+from pgleaderlock.client._http1 import HttpRequest, HttpResponse
 from pgleaderlock.errors import ConfigurationError, LockHeld, LockServerError, LockServerRefused
-
-__all__ = [
-    "BATCH_MAX",
-    "Granted",
-    "LockInfo",
-    "Page",
-    "acquire_operation",
-    "acquire_request",
-    "answer",
-    "batch_request",
-    "batch_results",
-    "break_request",
-    "broken",
-    "get_request",
-    "list_request",
-    "lock_info",
-    "lock_page",
-    "milliseconds",
-    "outcome_of_acquire",
-    "outcome_of_release",
-    "outcome_of_renew",
-    "refusal",
-    "release_operation",
-    "release_request",
-    "renew_operation",
-    "renew_request",
-    "retry_after_s",
-    "ttl_ms",
-]
 
 BATCH_MAX = 500
 """Operations that the server takes in one call."""
@@ -56,6 +27,25 @@ _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False, allow_nan=
 _quoted = json.encoder.encode_basestring
 
 
+class Proof(NamedTuple):
+    """What identifies one lease to the server: every renewal and release must carry all of it."""
+
+    lock_name: str
+    owner_id: str
+    lease_id: str
+    fencing_token: int
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return self._asdict()
+
+    @property
+    def body(self) -> str:
+        """The same as JSON, without the name, which is in the path."""
+        owner_id, lease_id = _quoted(self.owner_id), _quoted(self.lease_id)
+        return f'"owner_id":{owner_id},"lease_id":{lease_id},"fencing_token":{self.fencing_token}'
+
+
 class Granted(NamedTuple):
     """The server's grant, before it becomes a lease of this process."""
 
@@ -66,6 +56,12 @@ class Granted(NamedTuple):
     waited_ms: int
     replayed: bool
     """It was granted to an earlier request with the same key."""
+    remaining_ms: int | None = None
+    """How long it was still good when the server answered. None: the server does not say."""
+
+    @property
+    def proof(self) -> Proof:
+        return Proof(*self[:4])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +87,7 @@ class Page:
     next_cursor: str | None
 
 
-# -- requests ---------------------------------------------------------------------------------------------------------
+# --- Requests
 
 
 def milliseconds(what: str, duration_s: float, *, least_ms: int, most_ms: int) -> int:
@@ -109,9 +105,9 @@ def ttl_ms(ttl_s: float) -> int:
     return milliseconds("ttl_s", ttl_s, least_ms=1, most_ms=TTL_MS_MAX)
 
 
-@lru_cache(maxsize=1024)  # the few locks of a program, again and again
+@lru_cache(maxsize=1024)  # a program uses few names, again and again
 def _path(lock_name: str, verb: bytes) -> bytes:
-    # "." and ".." would be taken for steps in the path by everything between here and the server.
+    # Proxies would resolve "." and ".." as steps in the path.
     if lock_name in {"", ".", ".."}:
         raise ConfigurationError(f"{lock_name!r} is no name for a lock")
     try:
@@ -120,55 +116,44 @@ def _path(lock_name: str, verb: bytes) -> bytes:
         raise ConfigurationError(f"{lock_name!r} is no name for a lock: give text that is UTF-8") from None
 
 
-def _body(fields: dict[str, Any]) -> bytes:
+# The next three are sent for every lease. They are formatted by hand, because a JSON encoder would take longer than
+# everything else about them.
+
+
+def _post(lock_name: str, verb: bytes, body: str, headers: bytes = b"") -> HttpRequest:
     try:
-        return _encode(fields).encode()
+        return HttpRequest(b"POST", _path(lock_name, verb), body.encode(), headers)
     except UnicodeEncodeError:
         raise ConfigurationError("a name is not UTF-8") from None
 
 
-# The next three are sent all the time, and an encoder of JSON takes longer than everything else about them.
-
-
-def _post(lock_name: str, verb: bytes, body: str, headers: bytes = b"") -> Request:
-    try:
-        return Request(b"POST", _path(lock_name, verb), body.encode(), headers)
-    except UnicodeEncodeError:
-        raise ConfigurationError("a name is not UTF-8") from None
-
-
-def acquire_request(lock_name: str, owner_id: str, ttl_ms: int, wait_ms: int, key: str) -> Request:
+def acquire_request(lock_name: str, owner_id: str, ttl_ms: int, wait_ms: int, key: str) -> HttpRequest:
     waiting = f',"wait_ms":{wait_ms}' if wait_ms else ""
     body = f'{{"owner_id":{_quoted(owner_id)},"ttl_ms":{ttl_ms}{waiting}}}'
     return _post(lock_name, b"/acquire", body, b"Idempotency-Key: %s\r\n" % key.encode("ascii"))
 
 
-def _proof(owner_id: str, lease_id: str, fencing_token: int) -> str:
-    return f'"owner_id":{_quoted(owner_id)},"lease_id":{_quoted(lease_id)},"fencing_token":{fencing_token}'
+def renew_request(proof: Proof, extend_by_ms: int) -> HttpRequest:
+    return _post(proof.lock_name, b"/renew", f'{{{proof.body},"extend_by_ms":{extend_by_ms}}}')
 
 
-def renew_request(lock_name: str, owner_id: str, lease_id: str, fencing_token: int, extend_by_ms: int) -> Request:
-    proof = _proof(owner_id, lease_id, fencing_token)
-    return _post(lock_name, b"/renew", f'{{{proof},"extend_by_ms":{extend_by_ms}}}')
+def release_request(proof: Proof) -> HttpRequest:
+    return _post(proof.lock_name, b"/release", f"{{{proof.body}}}")
 
 
-def release_request(lock_name: str, owner_id: str, lease_id: str, fencing_token: int) -> Request:
-    return _post(lock_name, b"/release", f"{{{_proof(owner_id, lease_id, fencing_token)}}}")
+def get_request(lock_name: str) -> HttpRequest:
+    return HttpRequest(b"GET", _path(lock_name, b""))
 
 
-def get_request(lock_name: str) -> Request:
-    return Request(b"GET", _path(lock_name, b""))
-
-
-def list_request(prefix: str, cursor: str | None, limit: int) -> Request:
+def list_request(prefix: str, cursor: str | None, limit: int) -> HttpRequest:
     query = f"?prefix={quote(prefix, safe='')}&limit={limit}"
     if cursor is not None:
         query += f"&cursor={quote(cursor, safe='')}"
-    return Request(b"GET", b"/v1/locks" + query.encode("ascii"))
+    return HttpRequest(b"GET", b"/v1/locks" + query.encode("ascii"))
 
 
-def break_request(lock_name: str) -> Request:
-    return Request(b"POST", _path(lock_name, b"/break"), b"{}")
+def break_request(lock_name: str) -> HttpRequest:
+    return HttpRequest(b"POST", _path(lock_name, b"/break"), b"{}")
 
 
 def acquire_operation(lock_name: str, owner_id: str, ttl_ms: int, key: str) -> dict[str, Any]:
@@ -176,30 +161,27 @@ def acquire_operation(lock_name: str, owner_id: str, ttl_ms: int, key: str) -> d
     return {"op": "acquire", "lock_name": lock_name, "owner_id": owner_id, "ttl_ms": ttl_ms, "idempotency_key": key}
 
 
-def _proof_fields(owner_id: str, lease_id: str, fencing_token: int) -> dict[str, Any]:
-    return {"owner_id": owner_id, "lease_id": lease_id, "fencing_token": fencing_token}
+def renew_operation(proof: Proof, extend_by_ms: int) -> dict[str, Any]:
+    return {"op": "renew", **proof.fields, "extend_by_ms": extend_by_ms}
 
 
-def renew_operation(
-    lock_name: str, owner_id: str, lease_id: str, fencing_token: int, extend_by_ms: int
-) -> dict[str, Any]:
-    proof = _proof_fields(owner_id, lease_id, fencing_token)
-    return {"op": "renew", "lock_name": lock_name, **proof, "extend_by_ms": extend_by_ms}
+def release_operation(proof: Proof) -> dict[str, Any]:
+    return {"op": "release", **proof.fields}
 
 
-def release_operation(lock_name: str, owner_id: str, lease_id: str, fencing_token: int) -> dict[str, Any]:
-    return {"op": "release", "lock_name": lock_name, **_proof_fields(owner_id, lease_id, fencing_token)}
+def batch_request(operations: Sequence[dict[str, Any]]) -> HttpRequest:
+    try:
+        body = _encode({"operations": list(operations)}).encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError("a name is not UTF-8") from None
+    return HttpRequest(b"POST", b"/v1/batch", body)
 
 
-def batch_request(operations: Sequence[dict[str, Any]]) -> Request:
-    return Request(b"POST", b"/v1/batch", _body({"operations": list(operations)}))
-
-
-# -- replies ----------------------------------------------------------------------------------------------------------
+# --- Responses
 
 
 def _decoded(text: str) -> Any:
-    """In one step if nothing is around the value, and else with care."""
+    """In one step if there is no whitespace around the value."""
     try:
         value, end = _decoder.raw_decode(text)
     except ValueError:
@@ -207,13 +189,13 @@ def _decoded(text: str) -> Any:
     return value if end == len(text) else _decoder.decode(text)
 
 
-def _json_object(reply: Reply) -> dict[str, Any]:
+def _json_object(response: HttpResponse) -> dict[str, Any]:
     try:
-        value = _decoded(reply.body.decode())
+        value = _decoded(response.body.decode())
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise LockServerError(f"not a lock server's answer (HTTP {reply.status}): {_shown(reply.body)}")
+        raise LockServerError(f"not a lock server's answer (HTTP {response.status}): {_shown(response.body)}")
     return value
 
 
@@ -233,21 +215,23 @@ def _maybe(fields: dict[str, Any], name: str, kind: type) -> Any:
     return None if fields.get(name) is None else _take(fields, name, kind)
 
 
-def retry_after_s(reply: Reply) -> float | None:
-    """What the header Retry-After says in seconds; its form with a date is not for machines that have a clock each."""
-    if reply.retry_after is None or not reply.retry_after.isdigit() or len(reply.retry_after) > 9:
+def retry_after_s(response: HttpResponse) -> float | None:
+    """The header Retry-After in seconds. Its form with a date is ignored: the two clocks may differ."""
+    if response.retry_after is None or not response.retry_after.isdigit() or len(response.retry_after) > 9:
         return None
-    return min(float(reply.retry_after), _RETRY_AFTER_S_MAX)
+    return min(float(response.retry_after), _RETRY_AFTER_S_MAX)
 
 
-def refusal(reply: Reply) -> LockServerRefused:
-    """The exception for an answer in the range 4xx that is no answer to the question."""
+def refusal(response: HttpResponse) -> LockServerRefused:
+    """The exception for a 4xx that is no answer to the question."""
     try:
-        said = str(_json_object(reply).get("error", ""))[:_SHOWN_CHARS_MAX]
+        said = str(_json_object(response).get("error", ""))[:_SHOWN_CHARS_MAX]
     except LockServerError:
-        said = _shown(reply.body)
+        said = _shown(response.body)
     return LockServerRefused(
-        reply.status, f"the lock server refused (HTTP {reply.status}): {said}", retry_after_s=retry_after_s(reply)
+        response.status,
+        f"the lock server refused (HTTP {response.status}): {said}",
+        retry_after_s=retry_after_s(response),
     )
 
 
@@ -259,8 +243,9 @@ def outcome_of_acquire(status: int, fields: dict[str, Any]) -> Granted | LockHel
             _take(fields, "lease_id", str),
             _take(fields, "fencing_token", int),
             _maybe(fields, "waited_ms", int) or 0,
-            # A server that does not say so may have replayed.
+            # A server that does not say may have replayed.
             _maybe(fields, "replayed", bool) is not False,
+            _maybe(fields, "remaining_ms", int),
         )
     if fields.get("acquired") is not False:
         raise LockServerError(f"the server's answer says neither yes nor no: {_shown(repr(fields).encode())}")
@@ -281,13 +266,13 @@ def outcome_of_release(fields: dict[str, Any]) -> bool:
     return bool(_take(fields, "released", bool))
 
 
-def answer(reply: Reply, *, conflict: bool = False) -> dict[str, Any]:
+def answer(response: HttpResponse, *, conflict: bool = False) -> dict[str, Any]:
     """The JSON object of a 200, or of a 409 where that is an answer; everything else is raised."""
-    if reply.status == 200 or (conflict and reply.status == 409):
-        return _json_object(reply)
-    if 400 <= reply.status < 500:
-        raise refusal(reply)
-    raise LockServerError(f"not a lock server's answer (HTTP {reply.status}): {_shown(reply.body)}")
+    if response.status == 200 or (conflict and response.status == 409):
+        return _json_object(response)
+    if 400 <= response.status < 500:
+        raise refusal(response)
+    raise LockServerError(f"not a lock server's answer (HTTP {response.status}): {_shown(response.body)}")
 
 
 def lock_info(fields: dict[str, Any]) -> LockInfo:

@@ -1,79 +1,128 @@
-"""The lock server's client for asyncio.
+"""The lock server's client for asyncio: a lease, the task that renews all leases of a client, and the client.
 
-What a lease does not promise: that nothing of yours is still on its way when it ends. Whoever must never act twice
-gives `lease.fencing_token` to what is acted upon, and that refuses a lower one than it has seen.
+What a lease does not promise: that no write of yours is still on its way when it ends. Where nothing may be done twice,
+pass `lease.fencing_token` to what is written to, and let that refuse a lower token than it has seen.
 
-Cancelling is safe everywhere: an acquire that is cancelled, at whatever moment, is looked after in the background, and
-a lease that it may have got is given back; where that is not possible, its ttl ends it.
+Cancelling is safe everywhere. The client looks after a cancelled acquire in the background and gives back a lease that
+it may have got; where that is not possible, the ttl ends it.
 
-Imports the client's other modules, `errors`, `_clock`, `_logging`. Must never decide what a flow decides.
+Must never decide what a flow or the heartbeat plan decides.
 """
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pgleaderlock._clock import Clock
-from pgleaderlock._logging import get_logger
-from pgleaderlock.client import _batch
+from pgleaderlock._base.aio import cancel_and_wait, within
+from pgleaderlock._base.clock import LOOK_S, Clock
+from pgleaderlock._base.logging import get_logger
 from pgleaderlock.client import _flows as flows
-from pgleaderlock.client._aio_lease import AsyncHeart, AsyncHeartbeat, AsyncLease
 from pgleaderlock.client._aio_transport import AsyncPool
-from pgleaderlock.client._core import Core, NoAnswer, Send
-from pgleaderlock.client._lease import LeaseState
+from pgleaderlock.client._core import BaseClient, Core, NoAnswer, Send
+from pgleaderlock.client._lease import BaseHeartbeat, BaseLease, HeartbeatPlan, LeaseState, Renewal
 from pgleaderlock.client._wire import Granted, LockInfo
 from pgleaderlock.errors import LeaseLost, LockServerError
 
-__all__ = ["AsyncLockClient"]
+__all__ = ["AsyncHeart", "AsyncHeartbeat", "AsyncLease", "AsyncLockClient"]
 
 T = TypeVar("T")
 
-# How long something that was cancelled is looked after in the background.
+# How long the client looks after something that was cancelled.
 CLEAN_UP_TIMEOUT_S = 5.0
 
 _log = get_logger("pgleaderlock")
 
 
-class AsyncLockClient:
+class AsyncLease(BaseLease):
+    """A lease, for one event loop."""
+
+    def __init__(self, granted: Granted, ttl_s: float, counted_from: float, clock: Clock) -> None:
+        super().__init__(granted, ttl_s, counted_from, clock)
+        self.lost = asyncio.Event()
+        """Set when the lease is lost; never by a release."""
+        self._over = asyncio.Event()
+
+    def _ended(self) -> None:
+        if self._state is LeaseState.LOST:
+            self.lost.set()
+        self._over.set()
+
+    async def wait_lost(self) -> bool:
+        """True once the lease is lost: the server said so, or the deadline has passed. False once it is released."""
+        while self._state is LeaseState.HELD and not self.forked:
+            left_s = self.remaining_s
+            if left_s <= 0:
+                self._end(LeaseState.LOST, "deadline")
+                break
+            # The loop's clock stands still while the machine sleeps: look at ours at least once per LOOK_S.
+            await within(min(left_s, LOOK_S), self._over.wait())
+        return self.state is LeaseState.LOST
+
+
+class AsyncHeartbeat(BaseHeartbeat[AsyncLease]):
+    """Renews one lease in a task until it ends or `stop()` is called."""
+
+
+class AsyncHeart:
+    """Runs the heartbeat plan in a task that exists while there is a lease to renew. It never waits for a response."""
+
+    def __init__(self, core: Core, run: Callable[[flows.Flow[None]], Any]) -> None:
+        self._core = core
+        self._run_flow = run
+        self._plan = HeartbeatPlan(core)
+        self._task: asyncio.Task[None] | None = None
+        self._renewing: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+
+    def add(self, lease: AsyncLease, interval_s: float | None) -> None:
+        self._plan.add(lease, interval_s)
+        lease._watch(self._wake.set)  # noqa: SLF001 - the plan drops it as soon as it ends
+        self._wake.set()
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._beat(), name="pgleaderlock-heartbeat")
+
+    def discard(self, lease: BaseLease) -> None:
+        self._plan.discard(lease)
+        self._wake.set()
+
+    async def _beat(self) -> None:
+        while True:
+            self._wake.clear()
+            due = self._plan.due()
+            for batch in due.batches:
+                task = asyncio.get_running_loop().create_task(self._renew(batch), name="pgleaderlock-renew")
+                self._renewing.add(task)
+                task.add_done_callback(self._renewing.discard)
+            if due.wake_at is None:
+                return
+            delay_s = min(LOOK_S, max(0.0, due.wake_at - self._core.clock.now()))
+            await within(delay_s, self._wake.wait())
+
+    async def _renew(self, batch: list[Renewal]) -> None:
+        try:
+            await self._run_flow(flows.renew_together(self._core, self._plan, batch))
+        except Exception as error:
+            # A heartbeat must survive every failure: the leases' own deadlines decide about their loss.
+            self._plan.failed(batch, error)
+        self._wake.set()
+
+    async def close(self) -> None:
+        await cancel_and_wait(*(task for task in (self._task, *self._renewing) if task is not None))
+
+
+class AsyncLockClient(BaseClient):
     """Leases from a lock server. Use it as an async context manager, in one event loop."""
 
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        token: str | None = None,
-        owner_id: str | None = None,
-        connect_timeout_s: float = 2.0,
-        request_timeout_s: float = 5.0,
-        connections_max: int = 64,
-        ssl_context: ssl.SSLContext | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self._core = Core(
-            urls,
-            token=token,
-            owner_id=owner_id,
-            connect_timeout_s=connect_timeout_s,
-            request_timeout_s=request_timeout_s,
-            connections_max=connections_max,
-            ssl_context=ssl_context,
-            clock=clock,
-        )
+    def _open(self) -> None:
         self._pool = AsyncPool(self._core)
         self._heart = AsyncHeart(self._core, self._run)
         self._background: set[asyncio.Task[None]] = set()
 
-    @property
-    def owner_id(self) -> str:
-        """Who we are to the server; by default host, pid and a random part."""
-        return self._core.owner_id
-
     async def acquire(self, lock_name: str, ttl_s: float = 30.0, *, wait_s: float = 0.0) -> AsyncLease:
         """A lease of this lock, or `LockHeld`. With `wait_s`, waits at the server for its turn, first in, first out."""
         attempt = flows.new_attempt(self._core, lock_name, ttl_s, wait_s)
-        return await self._attempt(attempt, flows.acquire(self._core, attempt, self._lease, attempt.wait_s))
+        return await self._attempt(attempt, flows.acquire(attempt, self._lease, attempt.wait_s))
 
     async def acquire_with_retry(
         self,
@@ -84,35 +133,29 @@ class AsyncLockClient:
         max_retries: int = 10,
         max_total_wait_s: float = 30.0,
     ) -> AsyncLease:
-        """Tries again when the lock is held or no server answers, as the server recommends, with jitter.
+        """Like `acquire`, but tries again when the lock is held or no server answers, as the server recommends.
 
-        Raises the last reason (`LockHeld`, `LockServerUnreachable`, …) after `max_retries` more tries, or when the next
-        one would come later than `max_total_wait_s` after the first.
+        Delays are jittered. Raises the last reason (`LockHeld`, `LockServerUnreachable`, …) after `max_retries` more
+        tries, or when the next one would come later than `max_total_wait_s` after the first.
         """
         attempt = flows.new_attempt(self._core, lock_name, ttl_s, wait_s)
         plan = flows.RetryPlan(self._core, max_retries, max_total_wait_s)
-        return await self._attempt(attempt, flows.acquire_with_retry(self._core, attempt, self._lease, plan))
+        return await self._attempt(attempt, flows.acquire_with_retry(attempt, self._lease, plan))
 
     async def renew(self, lease: AsyncLease, ttl_s: float | None = None) -> None:
-        """Extends the lease from now, by its ttl or another one. Raises `LeaseLost` when it is gone."""
+        """Extend the lease from now, by its ttl or another one. Raises `LeaseLost` when it is gone."""
         await self._run(flows.renew(self._core, lease, ttl_s))
 
     async def release(self, lease: AsyncLease) -> bool:
-        """Gives the lease back. True if that ended it, False if it had ended before; a second time is no error.
+        """Give the lease back. True if that ended it, False if it had ended before; a second call is no error.
 
         Raises `LockServerUnreachable` when no server answers: the lease is over for us all the same, and its ttl ends
         it at the server. Cancelled, it goes on in the background.
         """
-        sent = lease.state is not LeaseState.RELEASED
-        try:
-            return await self._run(flows.release(self._core, lease))
-        except asyncio.CancelledError:
-            if sent:
-                self.release_later(lease)
-            raise
+        return await self._release(lease, flows.release(self._core, lease))
 
     def release_later(self, lease: AsyncLease) -> None:
-        """Gives the lease back in the background: for code that must not wait. Never raises; `aclose` waits for it."""
+        """Give the lease back in the background: for code that must not wait. Never raises; `aclose` waits for it."""
         lease._end(LeaseState.RELEASED)  # noqa: SLF001 - it is over for us from now on
         self._in_background(flows.release_again(self._core, lease))
 
@@ -132,24 +175,19 @@ class AsyncLockClient:
                 return
 
     async def break_lock(self, lock_name: str) -> LockInfo:
-        """Frees a lock by force (needs an admin token); gives it as it was. Its holder finds out when it renews."""
+        """Free a lock by force (needs an admin token); gives it as it was. Its holder finds out when it renews."""
         return await self._run(flows.break_lock(self._core, lock_name))
 
-    async def batch(self, operations: "Sequence[_batch.Operation]") -> "list[_batch.Outcome[AsyncLease]]":
+    async def batch(self, operations: "Sequence[flows.Operation]") -> "list[flows.Outcome[AsyncLease]]":
         """Up to 500 `Acquire`, `Renew` and `Release` in one call and one transaction; one outcome each, in order.
 
         An acquire gives a lease or a `LockHeld` (returned, not raised); renew and release give True or False.
         """
-        attempt = _batch.BatchAttempt(self._core, operations)
-        try:
-            return await self._run(_batch.batch(self._core, attempt, self._lease))
-        except BaseException:
-            if attempt.may_hold:
-                self._in_background(_batch.clean_up(self._core, attempt))
-            raise
+        attempt = flows.BatchAttempt(self._core, operations)
+        return await self._attempt(attempt, flows.batch(attempt, self._lease))
 
     def start_heartbeat(self, lease: AsyncLease, interval_s: float | None = None) -> AsyncHeartbeat:
-        """Renews the lease in the background, every third of its ttl by default, until it ends.
+        """Renew the lease in the background, every third of its ttl by default, until it ends.
 
         A loss shows at once: `lease.lost` is set and `lease.wait_lost()` returns when the server says no, and when no
         renewal was acknowledged by the lease's deadline. All leases of a client are renewed together.
@@ -181,7 +219,7 @@ class AsyncLockClient:
         return _Held(self, acquire, interval_s)
 
     async def aclose(self) -> None:
-        """Ends heartbeats, finishes what was cancelled (bounded), and closes the connections. Releases no lease."""
+        """End heartbeats, finish what was cancelled (bounded), and close the connections. Releases no lease."""
         await self._heart.close()
         try:
             if self._background:
@@ -198,40 +236,57 @@ class AsyncLockClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # --- Inside
 
     def _lease(self, granted: Granted, ttl_s: float, counted_from: float) -> AsyncLease:
         return AsyncLease(granted, ttl_s, counted_from, self._core.clock)
 
     async def _run(self, flow: flows.Flow[T]) -> T:
-        """Does what the flow asks for, until it is done. Whatever happens meanwhile is thrown into it."""
+        """Do what the flow asks for, until it is done."""
         try:
             step = next(flow)
             while True:
                 try:
                     if isinstance(step, Send):
-                        reply = await self._pool.exchange(step)
+                        response = await self._pool.exchange(step)
                     else:
-                        reply = None
+                        response = None
                         await self._core.clock.sleep(step.delay_s)
                 except NoAnswer as error:
                     step = flow.throw(error)
                 else:
-                    step = flow.send(reply)
+                    step = flow.send(response)
         except StopIteration as done:
             result: T = done.value
             return result
         finally:
             flow.close()
 
-    async def _attempt(self, attempt: flows.AcquireAttempt, flow: flows.Flow[AsyncLease]) -> AsyncLease:
+    async def _attempt(self, attempt: flows.Attempt, flow: flows.Flow[T]) -> T:
         try:
             return await self._run(flow)
         except BaseException:
-            # Cancelled, timed out or refused: the server may have granted what nobody here has received.
+            # Cancelled, timed out or refused: the server may have granted a lease that the caller has not received.
             if attempt.may_hold:
-                self._in_background(flows.clean_up(self._core, attempt))
+                self._in_background(attempt.clean_up())
             raise
+
+    async def _release(self, lease: AsyncLease, flow: flows.Flow[T]) -> T:
+        sent = lease.state is not LeaseState.RELEASED
+        try:
+            return await self._run(flow)
+        except asyncio.CancelledError:
+            if sent:
+                self.release_later(lease)
+            raise
+
+    async def _give_back(self, lease: AsyncLease) -> LeaseLost | None:
+        """Release at the end of a `lock` block; returns the loss if the lease was lost while the block ran."""
+        if lease.state is LeaseState.LOST:
+            loss = lease.loss()
+            self.release_later(lease)  # the block must learn of the loss without delay
+            return loss
+        return await self._release(lease, flows.give_back(self._core, lease))
 
     def _in_background(self, flow: flows.Flow[Any]) -> None:
         async def run() -> None:
@@ -239,7 +294,7 @@ class AsyncLockClient:
                 async with asyncio.timeout(CLEAN_UP_TIMEOUT_S):
                     await self._run(flow)
             except (LockServerError, TimeoutError) as error:
-                _log.info("clean_up_failed", error=error)  # the ttl does it
+                _log.info("clean_up_failed", error=error)  # the ttl ends the lease
 
         task = asyncio.get_running_loop().create_task(run(), name="pgleaderlock-clean-up")
         self._background.add(task)
@@ -247,7 +302,7 @@ class AsyncLockClient:
 
 
 class _Held:
-    """The block of `client.lock`: as `asyncio.timeout`, but for a lease."""
+    """The block of `client.lock`: like `asyncio.timeout`, but for a lease."""
 
     def __init__(
         self, client: AsyncLockClient, acquire: Callable[[], Awaitable[AsyncLease]], interval_s: float | None
@@ -263,7 +318,7 @@ class _Held:
 
     async def __aenter__(self) -> AsyncLease:
         lease = await self._acquire()
-        # No await from here to the body: what was granted cannot be cancelled away unnoticed.
+        # No await from here to the body: a cancellation cannot lose the lease.
         self._lease = lease
         self._task = asyncio.current_task()
         assert self._task is not None
@@ -273,12 +328,12 @@ class _Held:
         except BaseException:  # an interval that does not fit
             self._client.release_later(lease)
             raise
-        lease._watch(self._interrupt)  # noqa: SLF001 - it is our own
+        lease._watch(self._interrupt)  # noqa: SLF001 - the lease is our own
         return lease
 
     def _interrupt(self) -> None:
-        # Not here and now: the body itself may have found the loss, by a renewal of its own, and then it is told by
-        # that. A task that cancels itself cannot take it back.
+        # Not in this call: the body itself may have found the loss, by a renewal of its own, and is told by that. A
+        # task that cancels itself could not take it back.
         if self._lease is not None and self._lease.state is LeaseState.LOST:
             self._telling = asyncio.get_running_loop().call_soon(self._cancel_body)
 
@@ -293,26 +348,12 @@ class _Held:
         lease, task = self._lease, self._task
         assert lease is not None
         assert task is not None
-        lease._unwatch(self._interrupt)  # noqa: SLF001 - from here on nobody is interrupted
+        lease._unwatch(self._interrupt)  # noqa: SLF001 - from here on the task is not interrupted
         if self._telling is not None:
             self._telling.cancel()
-        # Our own cancellation is taken back; if somebody else has cancelled too, theirs goes on.
+        # Our own cancellation is taken back; one that came from elsewhere stays in force.
         cancelled_from_outside = self._told and task.uncancel() > self._cancelling
-        loss = await self._give_back(lease)
+        loss = await self._client._give_back(lease)  # noqa: SLF001
         ours = kind is None or (self._told and kind is asyncio.CancelledError and not cancelled_from_outside)
         if loss is not None and ours:
             raise loss from error
-
-    async def _give_back(self, lease: AsyncLease) -> LeaseLost | None:
-        """Releases; says whether the lease had been lost before, while its work went on."""
-        if lease.state is LeaseState.RELEASED:
-            return None
-        if not lease.valid:
-            loss = lease.loss()
-            self._client.release_later(lease)  # who has lost it has to know now
-            return loss
-        try:
-            return None if await self._client.release(lease) else flows.found_lost(lease)
-        except LockServerError as error:
-            _log.warning("release_failed", lock=lease.lock_name, error=error)
-            return None  # by our own clock it was ours until now

@@ -1,66 +1,168 @@
-"""The lock server's client for threads and scripts. The same as `aio`, waiting with threads instead of tasks.
+"""The lock server's client for threads and scripts: like `aio`, but it waits with threads instead of tasks.
 
-What a lease does not promise: that nothing of yours is still on its way when it ends. Nobody can interrupt a thread:
-ask `lease.raise_if_lost()` (or `lease.valid`) before each step, and give `lease.fencing_token` to what is acted upon.
+What a lease does not promise: that no write of yours is still on its way when it ends. A thread cannot be interrupted:
+call `lease.raise_if_lost()` (or look at `lease.valid`) before each step, and pass `lease.fencing_token` to what is
+written to.
 
-Imports the client's other modules, `errors`, `_clock`, `_logging`. Must never decide what a flow decides.
+Must never decide what a flow or the heartbeat plan decides.
 """
 
 import contextlib
 import os
-import ssl
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
-from pgleaderlock._clock import Clock
-from pgleaderlock._logging import get_logger
-from pgleaderlock.client import _batch
+from pgleaderlock._base.clock import LOOK_S, Clock
+from pgleaderlock._base.logging import get_logger
 from pgleaderlock.client import _flows as flows
-from pgleaderlock.client._core import Core, NoAnswer, Send
-from pgleaderlock.client._lease import BaseLease, LeaseState
-from pgleaderlock.client._sync_lease import Heart, Heartbeat, Lease
+from pgleaderlock.client._core import BaseClient, Core, NoAnswer, Send
+from pgleaderlock.client._lease import BaseHeartbeat, BaseLease, HeartbeatPlan, LeaseState, Renewal
 from pgleaderlock.client._sync_transport import SyncPool
 from pgleaderlock.client._wire import Granted, LockInfo
 from pgleaderlock.errors import LeaseLost, LockServerError
 
-__all__ = ["LockClient"]
+__all__ = ["Heart", "Heartbeat", "Lease", "LockClient"]
 
 T = TypeVar("T")
 
+# A heart without a lease waits this long for the next one before its thread ends.
+IDLE_S = 10.0
+END_TIMEOUT_S = 5.0
 CLEAN_UP_TIMEOUT_S = 5.0
 
 _log = get_logger("pgleaderlock")
 _clients: "weakref.WeakSet[LockClient]" = weakref.WeakSet()
 
 
-class LockClient:
+class Lease(BaseLease):
+    """A lease, for threads."""
+
+    def __init__(self, granted: Granted, ttl_s: float, counted_from: float, clock: Clock) -> None:
+        super().__init__(granted, ttl_s, counted_from, clock)
+        self._lost: threading.Event | None = None  # made at the first use: most leases end without one
+
+    @property
+    def lost(self) -> threading.Event:
+        """Set when the lease is lost, at the latest when a heartbeat or this property looks; never by a release."""
+        if self.forked:
+            lost = threading.Event()
+            lost.set()
+            return lost
+        if self.state is LeaseState.LOST:
+            self._end(LeaseState.LOST, "deadline")
+        with self._mutex:
+            if self._lost is None:
+                self._lost = threading.Event()
+                if self._state is LeaseState.LOST:
+                    self._lost.set()
+            return self._lost
+
+    def _ended(self) -> None:
+        if self._lost is not None and self._state is LeaseState.LOST:
+            self._lost.set()
+
+    def wait_lost(self, timeout_s: float | None = None) -> bool:
+        """True once the lease is lost: the server said so, or the deadline has passed. False once it is released, or
+        when `timeout_s` is over first."""
+        until = None if timeout_s is None else self._clock.now() + timeout_s
+        over = threading.Event()
+        self._watch(over.set)
+        try:
+            while self._state is LeaseState.HELD and not self.forked:
+                left_s = self.remaining_s
+                if left_s <= 0:
+                    self._end(LeaseState.LOST, "deadline")
+                    break
+                wait_s = min(left_s, LOOK_S)
+                if until is not None:
+                    if until <= self._clock.now():
+                        return False
+                    wait_s = min(wait_s, until - self._clock.now())
+                over.wait(wait_s)
+        finally:
+            self._unwatch(over.set)
+        return self.state is LeaseState.LOST
+
+
+class Heartbeat(BaseHeartbeat[Lease]):
+    """Renews one lease in a thread until it ends or `stop()` is called."""
+
+
+class Heart:
+    """Runs the heartbeat plan in a thread that exists while there is a lease to renew. It never waits for a response.
+
+    Each call has a thread of its own, so that a deadline is noticed while a server is silent.
+    """
+
+    def __init__(self, core: Core, run: Callable[[flows.Flow[None]], None]) -> None:
+        self._core = core
+        self._run_flow = run
+        self._plan = HeartbeatPlan(core)
+        self._changed = threading.Condition()
+        self._news = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, lease: Lease, interval_s: float | None) -> None:
+        self._plan.add(lease, interval_s)
+        lease._watch(self._wake)  # noqa: SLF001 - the plan drops it as soon as it ends
+        with self._changed:
+            self._news = True
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._beat, name="pgleaderlock-heartbeat", daemon=True)
+                self._thread.start()
+
+    def discard(self, lease: BaseLease) -> None:
+        self._plan.discard(lease)
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._news = True
+            self._changed.notify()
+
+    def _beat(self) -> None:
+        while True:
+            with self._changed:
+                self._news = False
+            due = self._plan.due()
+            for batch in due.batches:
+                threading.Thread(target=self._renew, args=(batch,), name="pgleaderlock-renew", daemon=True).start()
+            now = self._core.clock.now()
+            # The thread's clock stands still while the machine sleeps: look at ours at least once per LOOK_S.
+            wait_s = IDLE_S if due.wake_at is None else min(LOOK_S, max(0.0, due.wake_at - now))
+            with self._changed:
+                if not self._news and not self._closed:
+                    self._changed.wait(wait_s)
+                if self._closed or (due.wake_at is None and not self._news):
+                    self._thread = None
+                    return
+
+    def _renew(self, batch: list[Renewal]) -> None:
+        try:
+            self._run_flow(flows.renew_together(self._core, self._plan, batch))
+        except Exception as error:
+            # A heartbeat must survive every failure: the leases' own deadlines decide about their loss.
+            self._plan.failed(batch, error)
+        self._wake()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(END_TIMEOUT_S)
+
+
+class LockClient(BaseClient):
     """Leases from a lock server. Use it as a context manager, from any number of threads."""
 
-    def __init__(
-        self,
-        urls: str | Sequence[str],
-        *,
-        token: str | None = None,
-        owner_id: str | None = None,
-        connect_timeout_s: float = 2.0,
-        request_timeout_s: float = 5.0,
-        connections_max: int = 64,
-        ssl_context: ssl.SSLContext | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self._core = Core(
-            urls,
-            token=token,
-            owner_id=owner_id,
-            connect_timeout_s=connect_timeout_s,
-            request_timeout_s=request_timeout_s,
-            connections_max=connections_max,
-            ssl_context=ssl_context,
-            clock=clock,
-        )
+    def _open(self) -> None:
         self._pool = SyncPool(self._core)
         self._begin()
         _clients.add(self)
@@ -69,15 +171,10 @@ class LockClient:
         self._heart = Heart(self._core, self._run)
         self._background: set[threading.Thread] = set()
 
-    @property
-    def owner_id(self) -> str:
-        """Who we are to the server; by default host, pid and a random part."""
-        return self._core.owner_id
-
     def acquire(self, lock_name: str, ttl_s: float = 30.0, *, wait_s: float = 0.0) -> Lease:
         """A lease of this lock, or `LockHeld`. With `wait_s`, waits at the server for its turn, first in, first out."""
         attempt = flows.new_attempt(self._core, lock_name, ttl_s, wait_s)
-        return self._attempt(attempt, flows.acquire(self._core, attempt, self._lease, attempt.wait_s))
+        return self._attempt(attempt, flows.acquire(attempt, self._lease, attempt.wait_s))
 
     def acquire_with_retry(
         self,
@@ -88,21 +185,21 @@ class LockClient:
         max_retries: int = 10,
         max_total_wait_s: float = 30.0,
     ) -> Lease:
-        """Tries again when the lock is held or no server answers, as the server recommends, with jitter.
+        """Like `acquire`, but tries again when the lock is held or no server answers, as the server recommends.
 
-        Raises the last reason (`LockHeld`, `LockServerUnreachable`, …) after `max_retries` more tries, or when the next
-        one would come later than `max_total_wait_s` after the first.
+        Delays are jittered. Raises the last reason (`LockHeld`, `LockServerUnreachable`, …) after `max_retries` more
+        tries, or when the next one would come later than `max_total_wait_s` after the first.
         """
         attempt = flows.new_attempt(self._core, lock_name, ttl_s, wait_s)
         plan = flows.RetryPlan(self._core, max_retries, max_total_wait_s)
-        return self._attempt(attempt, flows.acquire_with_retry(self._core, attempt, self._lease, plan))
+        return self._attempt(attempt, flows.acquire_with_retry(attempt, self._lease, plan))
 
     def renew(self, lease: Lease, ttl_s: float | None = None) -> None:
-        """Extends the lease from now, by its ttl or another one. Raises `LeaseLost` when it is gone."""
+        """Extend the lease from now, by its ttl or another one. Raises `LeaseLost` when it is gone."""
         self._run(flows.renew(self._core, lease, ttl_s))
 
     def release(self, lease: Lease) -> bool:
-        """Gives the lease back. True if that ended it, False if it had ended before; a second time is no error.
+        """Give the lease back. True if that ended it, False if it had ended before; a second call is no error.
 
         Raises `LockServerUnreachable` when no server answers: the lease is over for us all the same, and its ttl ends
         it at the server.
@@ -110,7 +207,7 @@ class LockClient:
         return self._run(flows.release(self._core, lease))
 
     def release_later(self, lease: Lease) -> None:
-        """Gives the lease back in the background: for code that must not wait. Never raises; `close` waits for it."""
+        """Give the lease back in the background: for code that must not wait. Never raises; `close` waits for it."""
         lease._end(LeaseState.RELEASED)  # noqa: SLF001 - it is over for us from now on
         self._in_background(flows.release_again(self._core, lease))
 
@@ -129,24 +226,19 @@ class LockClient:
                 return
 
     def break_lock(self, lock_name: str) -> LockInfo:
-        """Frees a lock by force (needs an admin token); gives it as it was. Its holder finds out when it renews."""
+        """Free a lock by force (needs an admin token); gives it as it was. Its holder finds out when it renews."""
         return self._run(flows.break_lock(self._core, lock_name))
 
-    def batch(self, operations: "Sequence[_batch.Operation]") -> "list[_batch.Outcome[Lease]]":
+    def batch(self, operations: "Sequence[flows.Operation]") -> "list[flows.Outcome[Lease]]":
         """Up to 500 `Acquire`, `Renew` and `Release` in one call and one transaction; one outcome each, in order.
 
         An acquire gives a lease or a `LockHeld` (returned, not raised); renew and release give True or False.
         """
-        attempt = _batch.BatchAttempt(self._core, operations)
-        try:
-            return self._run(_batch.batch(self._core, attempt, self._lease))
-        except BaseException:
-            if attempt.may_hold:
-                self._in_background(_batch.clean_up(self._core, attempt))
-            raise
+        attempt = flows.BatchAttempt(self._core, operations)
+        return self._attempt(attempt, flows.batch(attempt, self._lease))
 
     def start_heartbeat(self, lease: Lease, interval_s: float | None = None) -> Heartbeat:
-        """Renews the lease in a thread, every third of its ttl by default, until it ends.
+        """Renew the lease in a thread, every third of its ttl by default, until it ends.
 
         A loss shows at once: `lease.lost` is set when the server says no, and when no renewal was acknowledged by the
         lease's deadline. All leases of a client are renewed together.
@@ -184,7 +276,7 @@ class LockClient:
             raise loss
 
     def close(self) -> None:
-        """Ends heartbeats, finishes what was interrupted (bounded), and closes the connections. Releases no lease."""
+        """End heartbeats, finish what was interrupted (bounded), and close the connections. Releases no lease."""
         self._heart.close()
         until = time.monotonic() + CLEAN_UP_TIMEOUT_S
         for thread in list(self._background):
@@ -198,56 +290,50 @@ class LockClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _stop_heartbeat(self, lease: BaseLease) -> None:
-        self._heart.discard(lease)  # that of this process, which may have been forked since
+    # --- Inside
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    def _stop_heartbeat(self, lease: BaseLease) -> None:
+        self._heart.discard(lease)  # the heart of this process, which may have been forked since
 
     def _lease(self, granted: Granted, ttl_s: float, counted_from: float) -> Lease:
         return Lease(granted, ttl_s, counted_from, self._core.clock)
 
     def _give_back(self, lease: Lease) -> LeaseLost | None:
-        """Releases; says whether the lease had been lost before, while its work went on."""
-        if lease.state is LeaseState.RELEASED:
-            return None
-        if not lease.valid:
+        """Release at the end of a `lock` block; returns the loss if the lease was lost while the block ran."""
+        if lease.state is LeaseState.LOST:
             loss = lease.loss()
-            self.release_later(lease)  # who has lost it has to know now
+            self.release_later(lease)  # the block must learn of the loss without delay
             return loss
-        try:
-            return None if self.release(lease) else flows.found_lost(lease)
-        except LockServerError as error:
-            _log.warning("release_failed", lock=lease.lock_name, error=error)
-            return None  # by our own clock it was ours until now
+        return self._run(flows.give_back(self._core, lease))
 
     def _run(self, flow: flows.Flow[T]) -> T:
-        """Does what the flow asks for, until it is done. Whatever happens meanwhile is thrown into it."""
+        """Do what the flow asks for, until it is done."""
         try:
             step = next(flow)
             while True:
                 try:
                     if isinstance(step, Send):
-                        reply = self._pool.exchange(step)
+                        response = self._pool.exchange(step)
                     else:
-                        reply = None
+                        response = None
                         time.sleep(step.delay_s)
                 except NoAnswer as error:
                     step = flow.throw(error)
                 else:
-                    step = flow.send(reply)
+                    step = flow.send(response)
         except StopIteration as done:
             result: T = done.value
             return result
         finally:
             flow.close()
 
-    def _attempt(self, attempt: flows.AcquireAttempt, flow: flows.Flow[Lease]) -> Lease:
+    def _attempt(self, attempt: flows.Attempt, flow: flows.Flow[T]) -> T:
         try:
             return self._run(flow)
         except BaseException:
-            # Interrupted, timed out or refused: the server may have granted what nobody here has received.
+            # Interrupted, timed out or refused: the server may have granted a lease that the caller has not received.
             if attempt.may_hold:
-                self._in_background(flows.clean_up(self._core, attempt))
+                self._in_background(attempt.clean_up())
             raise
 
     def _in_background(self, flow: flows.Flow[Any]) -> None:
@@ -255,7 +341,7 @@ class LockClient:
             try:
                 self._run(flow)
             except LockServerError as error:
-                _log.info("clean_up_failed", error=error)  # the ttl does it
+                _log.info("clean_up_failed", error=error)  # the ttl ends the lease
             finally:
                 self._background.discard(threading.current_thread())
 
@@ -265,9 +351,9 @@ class LockClient:
 
 
 def _begin_anew() -> None:
-    """In a forked child, which has none of its parent's threads, and perhaps what they had locked."""
+    """In a forked child, which has none of its parent's threads, and perhaps a copy of what they had locked."""
     for client in _clients:
-        client._pool.begin_anew()  # noqa: SLF001 - they are our own
+        client._pool.begin_anew()  # noqa: SLF001 - the client is our own
         client._begin()  # noqa: SLF001
 
 

@@ -1,1 +1,1 @@
-"""The same for other libraries. Nothing here is imported by the core: each module comes in with its own extra."""
+"""Doors for other libraries: one module per framework, each with its own extra. The core never imports them."""

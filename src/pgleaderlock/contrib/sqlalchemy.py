@@ -3,27 +3,43 @@
     async with fenced(session, token):
         session.add(Invoice(…))
 
-What it promises and what it does not is said in `pgleaderlock.fence`. Tested with the driver psycopg; others have to
-say the SQLSTATE of an error, as psycopg2 and asyncpg do.
-
-Imports SQLAlchemy and `fence`. The core must never import this.
+What it promises and what it does not is said in `pgleaderlock.fence`. Tested with the driver psycopg; another driver
+has to give the SQLSTATE of an error, as psycopg2 and asyncpg do.
 """
 
-import contextlib
 import re
-from collections.abc import AsyncIterator, Iterator
+import sys
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from sqlalchemy import Connection, text
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import Session
-
-from pgleaderlock._sql import statement
-from pgleaderlock.errors import ConfigurationError, FenceLost, StaleEpoch
-from pgleaderlock.fence import IDLE_TIMEOUT_S, TRIES_MAX, fence_lost, fence_params, meaning, raced, still_fenced
+from pgleaderlock._base.steps import Steps
+from pgleaderlock._pg.statements import statement
+from pgleaderlock.errors import ConfigurationError
+from pgleaderlock.fence import (
+    IDLE_TIMEOUT_S,
+    TRIES_MAX,
+    Block,
+    fence_lost,
+    fence_params,
+    fenced_async,
+    fenced_sync,
+    meaning,
+    still_fenced,
+)
 from pgleaderlock.models import LeaderToken
+
+try:
+    from sqlalchemy import Connection, text
+    from sqlalchemy.exc import DBAPIError
+    from sqlalchemy.orm import Session
+except ImportError as error:
+    raise ImportError(
+        "pgleaderlock.contrib.sqlalchemy needs sqlalchemy: pip install 'pgleaderlock[sqlalchemy]'", name=error.name
+    ) from error
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 __all__ = ["fenced"]
 
@@ -31,7 +47,7 @@ _FENCE = text(re.sub(r"%\((\w+)\)s", r":\1", statement("fence").decode()))
 _MARKS = text(statement("fence_marks").decode())
 _IDLE, _IN_TRANSACTION = 0, 2  # libpq's PQTRANS_IDLE and PQTRANS_INTRANS, which psycopg and psycopg2 pass on
 
-AsyncTarget = TypeVar("AsyncTarget", bound=AsyncConnection | AsyncSession)
+AsyncTarget = TypeVar("AsyncTarget", bound="AsyncConnection | AsyncSession")
 SyncTarget = TypeVar("SyncTarget", bound=Connection | Session)
 
 
@@ -54,79 +70,45 @@ def fenced(target: Any, token: LeaderToken, *, idle_timeout_s: float = IDLE_TIME
     to you. Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one, and
     `FenceLost` at the end of the block when the transaction that is open then is not the one that was fenced.
     """
-    params = fence_params(token, idle_timeout_s)
-    if isinstance(target, AsyncConnection | AsyncSession):
-        return _fenced_async(target, token, params)
+    block = _SqlalchemyBlock(target, token, fence_params(token, idle_timeout_s))
+    if _is_async(target):
+        return fenced_async(block)
     if isinstance(target, Connection | Session):
-        return _fenced_sync(target, token, params)
+        return fenced_sync(block)
     raise ConfigurationError(
         f"fenced takes a Connection, Session, AsyncConnection or AsyncSession, not {type(target).__name__}"
     )
 
 
-@contextlib.asynccontextmanager
-async def _fenced_async(
-    target: AsyncConnection | AsyncSession, token: LeaderToken, params: dict[str, object]
-) -> AsyncIterator[AsyncConnection | AsyncSession]:
-    joined = target.in_transaction()
-    if joined and _guarded(target.sync_session if isinstance(target, AsyncSession) else target.sync_connection):
-        await target.run_sync(_send, token, params)
-        yield target
-        await target.run_sync(_check, token, params)
-        return
-    retries = 0 if joined else TRIES_MAX - 1
-    entered = False
-    while True:
-        try:
-            with _unmasked() as losses:
-                async with target.begin_nested() if joined else target.begin():
-                    await target.run_sync(_send, token, params)
-                    entered = True
-                    yield target
-                    await target.run_sync(_check, token, params, losses)
-            return
-        except StaleEpoch as error:
-            if entered or not retries or not raced(error):
-                raise
-            retries -= 1
+def _is_async(target: object) -> bool:
+    """Without importing SQLAlchemy's asyncio part, which needs greenlet: what is of it was made by it."""
+    aio = sys.modules.get("sqlalchemy.ext.asyncio")
+    return aio is not None and isinstance(target, aio.AsyncConnection | aio.AsyncSession)
 
 
-@contextlib.contextmanager
-def _fenced_sync(
-    target: Connection | Session, token: LeaderToken, params: dict[str, object]
-) -> Iterator[Connection | Session]:
-    joined = target.in_transaction()
-    if joined and _guarded(target):
-        _send(target, token, params)
-        yield target
-        _check(target, token, params)
-        return
-    retries = 0 if joined else TRIES_MAX - 1
-    entered = False
-    while True:
-        try:
-            with _unmasked() as losses, target.begin_nested() if joined else target.begin():
-                _send(target, token, params)
-                entered = True
-                yield target
-                _check(target, token, params, losses)
-            return
-        except StaleEpoch as error:
-            if entered or not retries or not raced(error):
-                raise
-            retries -= 1
+class _SqlalchemyBlock(Block):
+    def tries(self) -> int:
+        target = self.target
+        self._joins = target.in_transaction()
+        if not self._joins:
+            return TRIES_MAX
+        if _is_async(target):
+            target = target.sync_session if hasattr(target, "sync_session") else target.sync_connection
+        return 0 if _guarded(target) else 1
 
+    def begin(self) -> Any:
+        return self.target.begin_nested() if self._joins else self.target.begin()
 
-@contextlib.contextmanager
-def _unmasked() -> Iterator[list[FenceLost]]:
-    """The loss of a fence comes through, though the rollback after it fails: its savepoint has gone as well."""
-    losses: list[FenceLost] = []
-    try:
-        yield losses
-    except SQLAlchemyError as error:
-        if losses:
-            raise losses[0] from error
-        raise
+    def send(self) -> Steps[None]:
+        yield self._carried_out(_send)
+
+    def check(self) -> Steps[None]:
+        yield self._carried_out(_check)
+
+    def _carried_out(self, act: Callable[..., None]) -> Any:
+        if _is_async(self.target):
+            return self.target.run_sync(act, self.token, self.params)
+        return act(self.target, self.token, self.params)
 
 
 def _guarded(target: Connection | Session | None) -> bool:
@@ -154,10 +136,7 @@ def _send(target: Connection | Session, token: LeaderToken, params: dict[str, ob
         )
 
 
-def _check(
-    target: Connection | Session, token: LeaderToken, params: dict[str, object], losses: list[FenceLost] | None = None
-) -> None:
-    """Raise `FenceLost`, and note it in `losses`, unless the transaction that is open is the fenced one."""
+def _check(target: Connection | Session, token: LeaderToken, params: dict[str, object]) -> None:
     if not target.in_transaction():
         return  # ended by SQLAlchemy's own commit() or rollback(), after which it lets nothing follow in the block
     connection = target.connection() if isinstance(target, Session) else target
@@ -169,10 +148,7 @@ def _check(
     if is_fenced is None:
         is_fenced = str(params["mark"]) in (connection.execute(_MARKS).scalar() or "")
     if not is_fenced:
-        lost = fence_lost(token)
-        if losses is not None:
-            losses.append(lost)
-        raise lost
+        raise fence_lost(token)
 
 
 def _in_transaction(connection: Connection) -> bool:

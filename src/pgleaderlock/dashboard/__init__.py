@@ -1,7 +1,8 @@
 """The dashboard: who leads, since when, and what happened last night. Read-only.
 
-`app` is the ASGI application: it stands in front of the lock server, or alone. `_queries` asks the ledger, `feed` asks
-it once for all open pages, `sessions` knows who has signed in, `pages` makes HTML of what the JSON API says.
+`app` is the ASGI application: it stands in front of the lock server, or alone. `api` asks the ledger, `feed` asks it
+once for all open pages, `logins` knows who has signed in, `pages` makes HTML of what the JSON API says, and the script
+in `static/` fills copies of the same rows with what changes. `run` puts it together.
 
-May import `server` and `_http`; nothing but `cli` imports it. Must never write to a database.
+Must never write to a database.
 """

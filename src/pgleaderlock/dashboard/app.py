@@ -1,14 +1,14 @@
 """The dashboard as an ASGI application: pages, the JSON API behind them, the live stream and the sign-in.
 
-It stands in front of the lock server's application, or alone. What is not its own it passes on as it came: the requests
-for locks of programs are not slowed down. A browser's cookie opens pages, and everything that can be asked with GET;
-with it alone nothing can be changed.
+It stands in front of the lock server's application, or alone. What is not its own it passes on as it came: programs
+that ask for locks are not slowed down. A browser's cookie opens pages, and everything that can be asked with GET; with
+the cookie alone nothing can be changed.
 
-Imports `api`, `feed`, `sessions`, `pages` and what `_http` shares. Must never show a page or a figure to somebody who
-could not have it from the API.
+Must never show a page or a figure to a visitor who could not have it from the API.
 """
 
 import contextlib
+import datetime as dt
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from urllib.parse import parse_qsl, quote, urlencode
 
 import msgspec
 
+from pgleaderlock._base.logging import Seldom, get_logger
+from pgleaderlock._http.access import ANYONE, Caller, HostCheck, Tokens
 from pgleaderlock._http.answers import (
     Answer,
     Message,
@@ -29,43 +31,25 @@ from pgleaderlock._http.answers import (
     echoed_request_id,
     send_answer,
 )
-from pgleaderlock._http.bodies import ClientGone, Waits, read_body
-from pgleaderlock._http.connections import App
-from pgleaderlock._http.hosts import HostCheck
-from pgleaderlock._http.in_flight import InFlight
-from pgleaderlock._http.tokens import ANYONE, Caller, Tokens
-from pgleaderlock._logging import get_logger
-from pgleaderlock.dashboard import pages, wire
-from pgleaderlock.dashboard._queries import wall_ms
-from pgleaderlock.dashboard._streaming import STREAM, stream
-from pgleaderlock.dashboard._subscription import Subscription
-from pgleaderlock.dashboard.api import Api, number_of, query_of
-from pgleaderlock.dashboard.feed import Feed
-from pgleaderlock.dashboard.sessions import (
-    LASTS_S,
-    Session,
-    Sessions,
-    check_same_origin,
-    cookie_name,
-    secure_origin,
-)
+from pgleaderlock._http.protocol import App
+from pgleaderlock._http.server import ClientGone, InFlight, Waits, read_body
+from pgleaderlock.dashboard.api import MS_MAX, Api, encode, number_of, query_of, wall_ms
+from pgleaderlock.dashboard.feed import STREAM, Feed, Subscription, stream
+from pgleaderlock.dashboard.logins import LASTS_S, Login, Logins, check_same_origin, cookie_name, secure_origin
+from pgleaderlock.dashboard.pages import PAGES, render, static_files
 from pgleaderlock.history import LAST_ID
 
 __all__ = ["DashboardApp", "Rules"]
 
 FORM_BYTES_MAX = 4 * 1024
 FORM_FIELDS_MAX = 4
+ADDRESS_CHARS_MAX = 1024
 
-_PAGES = {b"/": "leaders", b"/history": "history", b"/events": "events", b"/locks": "locks", b"/nodes": "nodes"}
-_FIELDS = {
-    "leaders": ("prefix", "cursor"),
-    "history": ("role", "node", "cursor"),
-    "events": ("role", "node", "cursor"),
-    "locks": ("prefix", "cursor"),
-    "nodes": ("cursor",),
-}
-_LISTS = {"leaders": "leaders", "history": "leaders", "events": "events", "locks": "locks", "nodes": "nodes"}
-_DATA = (b"leaders", b"events", b"nodes")
+_PATHS = {page.address.encode(): name for name, page in PAGES.items()}
+_STATIC = {b"/static/" + name.encode(): file for name, file in static_files().items()}
+# Of the lock server, and for people too.
+_OPEN = (b"/metrics", b"/healthz", b"/readyz", b"/openapi.json")
+_DATA = (b"leaders", b"events", b"incidents", b"slots", b"nodes")
 _HTML = b"text/html; charset=utf-8"
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -93,10 +77,14 @@ class Rules:
 
 @dataclass(frozen=True)
 class _Visitor:
-    """Who asks, and by which session, if it was by one."""
+    """Who asks, and by which login, if it was by one."""
 
     caller: Caller
-    session: Session | None = None
+    login: Login | None = None
+
+
+_Opened = tuple[Subscription, Login | None]
+"""A stream, and the login that it ends with."""
 
 
 class DashboardApp:
@@ -117,15 +105,14 @@ class DashboardApp:
         self._feed = feed
         self._inner = inner
         self._alone = alone or {}
-        self._sessions = Sessions()
-        self._render = pages.render
-        self._static = {b"/static/" + name.encode(): file for name, file in pages.static_files().items()}
+        self._logins = Logins()
         self._log = get_logger("pgleaderlock.dashboard")
+        self._warn_seldom = Seldom(self._log.warning)
         self.in_flight = InFlight()
         """Our own requests only; open streams are among them."""
 
     def stop(self) -> None:
-        """Ends the streams, and whoever still sends."""
+        """Ends the streams, and the requests whose bodies are still being sent."""
         self._rules.waits.stop()
         if self._feed is not None:
             self._feed.stop()
@@ -162,24 +149,29 @@ class DashboardApp:
             return False
         if path.startswith(b"/v1/"):
             return self._api is not None and path.split(b"/", 3)[2] in _DATA
-        return path in _PAGES or path in (b"/sign-in", b"/sign-out") or path.startswith(b"/static/")
+        if path in _PATHS or path in (b"/sign-in", b"/sign-out") or path.startswith(b"/static/"):
+            return True
+        # A browser that has lost its way gets a page. Programs get the lock server's own answer.
+        return path not in _OPEN and _reads_pages(scope["method"], dict(scope["headers"]))
 
     def _lend_token(self, scope: Scope) -> None:
-        """Lets a page ask for locks: a GET with a session is a GET with its token. Nothing else is."""
+        """Lets a page ask for locks: a GET with a login's cookie is a GET with its token. Nothing else is."""
         if self._rules.tokens is None or scope["method"] != "GET":
             return
         headers = dict(scope["headers"])
         if b"cookie" in headers and b"authorization" not in headers:
-            session = self._sessions.find(headers)
-            if session is not None:
-                scope["headers"] = [*scope["headers"], (b"authorization", session.authorization)]
+            login = self._logins.find(headers)
+            if login is not None:
+                scope["headers"] = [*scope["headers"], (b"authorization", login.authorization)]
 
-    async def _answer(
-        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
-    ) -> Answer | tuple[Subscription, Session | None]:
+    async def _answer(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer | _Opened:
         try:
             return await self._route(scope, headers, receive)
         except Refusal as refusal:
+            path: bytes = scope["raw_path"]
+            shown = _reads_pages(scope["method"], headers) and not path.startswith((b"/v1/", b"/static/"))
+            if shown and refusal.status in (401, 404):
+                return self._lost(path, refusal, headers)
             return answer_of(refusal)
         except ClientGone:
             text = "the connection ended before the request was complete"
@@ -188,15 +180,13 @@ class DashboardApp:
             self._log.error("request_failed", error, path=scope["path"], method=scope["method"])
             return answer_of(defect())
 
-    async def _route(
-        self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
-    ) -> Answer | tuple[Subscription, Session | None]:
+    async def _route(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer | _Opened:
         self._rules.hosts(headers.get(b"host"))
         path: bytes = scope["raw_path"]
         method: str = scope["method"]
-        if path in self._static:
+        if path in _STATIC:
             _only(method, "GET")
-            content_type, body = self._static[path]
+            content_type, body = _STATIC[path]
             return Answer(200, body, _PAGE_HEADERS, content_type)
         if path == b"/sign-in":
             _only(method, "GET", "POST")
@@ -204,14 +194,14 @@ class DashboardApp:
         if path == b"/sign-out":
             _only(method, "POST")
             check_same_origin(headers)
-            self._sessions.close(headers)
+            self._logins.close(headers)
             return _elsewhere("/sign-in", (b"set-cookie", _cookie("", 0, scope, headers)))
         if path in self._alone:
             _only(method, "GET")
             return await self._alone[path]()
-        if path in _PAGES:
+        if path in _PATHS:
             _only(method, "GET")
-            return await self._page(_PAGES[path], scope, headers)
+            return await self._page(_PATHS[path], scope, headers)
         visitor = self._visitor(headers)
         if self._api is None or not path.startswith(b"/v1/"):
             raise Refusal(404, "there is nothing at this path")
@@ -224,48 +214,53 @@ class DashboardApp:
         if tokens is None:
             return _Visitor(ANYONE)
         if b"authorization" not in headers:
-            session = self._sessions.find(headers)
-            if session is not None:
-                return _Visitor(session.caller, session)
+            login = self._logins.find(headers)
+            if login is not None:
+                return _Visitor(login.caller, login)
         return _Visitor(tokens.caller(headers.get(b"authorization")))
 
-    def _leave_of(self, visitor: _Visitor, headers: Mapping[bytes, bytes]) -> Session | None:
-        """What a stream lasts as long as: the session, or the token itself. None: nothing is asked for here."""
-        if visitor.session is not None or self._rules.tokens is None:
-            return visitor.session
-        return Session(visitor.caller, headers[b"authorization"], float("inf"), self._rules.tokens)
+    def _login_of(self, visitor: _Visitor, headers: Mapping[bytes, bytes]) -> Login | None:
+        """What a stream ends with: the visitor's login, or one for its token alone. None: this server has no tokens."""
+        if visitor.login is not None or self._rules.tokens is None:
+            return visitor.login
+        return Login(visitor.caller, headers[b"authorization"], float("inf"), self._rules.tokens)
 
     async def _sign_in(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
         tokens = self._rules.tokens
         if tokens is None:
             return _elsewhere("/")
         if scope["method"] == "GET":
+            with contextlib.suppress(ValueError):
+                asked = dict(parse_qsl(scope["query_string"].decode("ascii"), max_num_fields=FORM_FIELDS_MAX))
+                return self._html("sign-in", {"to": _page_at(asked.get("to", "/"))}, None)
             return self._html("sign-in", {}, None)
         check_same_origin(headers)
         if headers.get(b"content-type", b"").partition(b";")[0].strip() != b"application/x-www-form-urlencoded":
             raise Refusal(415, "the form must be sent as application/x-www-form-urlencoded")
         body = await read_body(receive, self._rules.waits, FORM_BYTES_MAX)
+        to = "/"
         with contextlib.suppress(ValueError, Refusal):
             given = dict(parse_qsl(body.decode("ascii"), errors="strict", max_num_fields=FORM_FIELDS_MAX))
+            to = _page_at(given.get("to", "/"))
             authorization = b"Bearer " + given.get("token", "").strip().encode()
             caller = tokens.caller(authorization)
-            self._sessions.close(headers)  # whoever signs in anew has no use for the old one
-            secret = self._sessions.open(caller, authorization, tokens)
+            self._logins.close(headers)  # a browser that signs in again has no use for its old login
+            secret = self._logins.open(caller, authorization, tokens)
             self._log.info("signed_in", name=caller.name, client=_client(scope))
-            return _elsewhere("/", (b"set-cookie", _cookie(secret, int(LASTS_S), scope, headers)))
-        self._log.warning("sign_in_refused", client=_client(scope))
-        return self._html("sign-in", {"error": "This token is unknown here."}, None, status=403)
+            return _elsewhere(to, (b"set-cookie", _cookie(secret, int(LASTS_S), scope, headers)))
+        self._warn_seldom("sign_in_refused", client=_client(scope))
+        return self._html("sign-in", {"error": "This token is unknown here.", "to": to}, None, status=403)
 
     # --- Data
 
     async def _data(
         self, path: bytes, scope: Scope, headers: Mapping[bytes, bytes], visitor: _Visitor
-    ) -> Answer | tuple[Subscription, Session | None]:
+    ) -> Answer | _Opened:
         assert self._api is not None
         if visitor.caller.prefix:
             raise Refusal(403, _LIMITED)
         if scope["method"] != "GET":
-            await self._check_path(path)
+            _check_path(path)
             _only(scope["method"], "GET")
         query: bytes = scope["query_string"]
         if path == b"/v1/events" and STREAM in headers.get(b"accept", b"").lower():
@@ -274,21 +269,25 @@ class DashboardApp:
             after = given if "after" in given else _resumed(headers)
             number = number_of(after, "after", 0, LAST_ID, 0) if after else None
             wanted = {name: given.get(name) or None for name in ("role", "node")}
-            return self._feed.subscribe(**wanted, after=number), self._leave_of(visitor, headers)
-        return Answer(200, wire.encode(await self._api.answer(path.removeprefix(b"/v1/"), query)))
-
-    async def _check_path(self, path: bytes) -> None:
-        parts = path.removeprefix(b"/v1/").split(b"/")
-        if len(parts) > 3 or (len(parts) > 1 and (parts[0], parts[-1]) != (b"leaders", b"terms")):
-            raise Refusal(404, "there is nothing at this path")
+            return self._feed.subscribe(**wanted, after=number), self._login_of(visitor, headers)
+        return Answer(200, encode(await self._api.answer(path.removeprefix(b"/v1/"), query)))
 
     # --- Pages
+
+    def _lost(self, path: bytes, refusal: Refusal, headers: Mapping[bytes, bytes]) -> Answer:
+        """For a browser at an address that is no page. Without a login it is not even told that there is none."""
+        if refusal.status == 401:
+            return _elsewhere("/sign-in")
+        text = f"{refusal.error[0].upper()}{refusal.error[1:]}: {path.decode('latin-1')}"
+        return self._html("missing", {"error": text}, self._visitor(headers), status=404)
 
     async def _page(self, page: str, scope: Scope, headers: Mapping[bytes, bytes]) -> Answer:
         try:
             visitor = self._visitor(headers)
         except Refusal:
-            return _elsewhere("/sign-in")
+            asked = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+            to = _page_at(asked.decode("latin-1"))
+            return _elsewhere("/sign-in" if to == "/" else f"/sign-in?{urlencode({'to': to})}")
         leaders = self._api is not None and not visitor.caller.prefix
         if page == "leaders" and not leaders and self._inner is not None:
             return _elsewhere("/locks")
@@ -296,10 +295,10 @@ class DashboardApp:
             return self._html("refused", {"error": f"{_LIMITED[0].upper()}{_LIMITED[1:]}."}, visitor, status=403)
         if self._inner is None if page == "locks" else not leaders:
             raise Refusal(404, "there is no such page on this server")
-        status, data = 200, {"now_ms": wall_ms(), _LISTS[page]: [], "next_cursor": None}
+        status, data = 200, {"now_ms": wall_ms(), PAGES[page].shows: [], "next_cursor": None}
         query: dict[str, str] = {}
         try:
-            query = {name: text for name, text in query_of(scope["query_string"], _FIELDS[page]).items() if text}
+            query = {name: text for name, text in query_of(scope["query_string"], PAGES[page].fields).items() if text}
             if page == "locks" and visitor.caller.prefix:
                 query.setdefault("prefix", visitor.caller.prefix)  # the rest is refused to this token
             data |= await self._page_data(page, query, scope, visitor)
@@ -315,15 +314,25 @@ class DashboardApp:
             return await self._locks(query, scope, visitor)
         assert self._api is not None
         path = page
-        asked = {name: text for name, text in query.items() if page != "history" or name == "cursor"}
+        # The script alone reads which time the timeline shows.
+        known = ("cursor",) if page == "history" else ("prefix", "role", "node", "name", "cursor")
+        asked = {name: text for name, text in query.items() if name in known}
+        span: dict[str, int] = {}
+        if page != "leaders":
+            span = {f"{name}_ms": _moment_ms(name, query[name]) for name in ("from", "to") if name in query}
         if page == "history":
             path = f"leaders/{quote(query['role'], safe='')}/terms" if "role" in query else "leaders"
-        reply = await self._api.answer(path.encode(), urlencode(asked).encode())
-        found: dict[str, Any] = msgspec.to_builtins(reply)
+        if path != "leaders":
+            asked |= {name: str(at_ms) for name, at_ms in span.items()}
+        found: dict[str, Any] = msgspec.to_builtins(await self._api.answer(path.encode(), urlencode(asked).encode()))
+        if page == "history" and path == "leaders" and span:
+            first, last = span.get("from_ms", 0), span.get("to_ms", MS_MAX)
+            changes = ((row, row["last_change"] or {}) for row in found["leaders"])
+            found["leaders"] = [row for row, change in changes if first <= change.get("at_ms", -1) <= last]
         return found
 
     async def _locks(self, query: Mapping[str, str], scope: Scope, visitor: _Visitor) -> dict[str, Any]:
-        """What the lock API answers to the same visitor."""
+        """The lock API's answer to the same visitor."""
         assert self._inner is not None
         fields = {"prefix": visitor.caller.prefix, **query}
         inside: Scope = {
@@ -332,8 +341,8 @@ class DashboardApp:
             "raw_path": _LOCKS_PATH,
             "query_string": urlencode(fields).encode(),
         }
-        if visitor.session is not None:
-            inside["headers"] = [*scope["headers"], (b"authorization", visitor.session.authorization)]
+        if visitor.login is not None:
+            inside["headers"] = [*scope["headers"], (b"authorization", visitor.login.authorization)]
         said: list[Message] = []
 
         async def nothing() -> Message:
@@ -343,17 +352,17 @@ class DashboardApp:
             said.append(message)
 
         await self._inner(inside, nothing, hear)
-        reply: dict[str, Any] = msgspec.json.decode(said[1]["body"])
+        answer: dict[str, Any] = msgspec.json.decode(said[1]["body"])
         if said[0]["status"] != 200:
-            raise Refusal(said[0]["status"], reply["error"])
-        return reply
+            raise Refusal(said[0]["status"], answer["error"])
+        return answer
 
     def _html(self, page: str, data: Mapping[str, Any], visitor: _Visitor | None, *, status: int = 200) -> Answer:
         limited = visitor is not None and bool(visitor.caller.prefix)
-        body = self._render(
+        body = render(
             page,
             data,
-            signed_in=visitor is not None and visitor.session is not None,
+            signed_in=visitor is not None and visitor.login is not None,
             locks=self._inner is not None,
             leaders=self._api is not None and not limited,
         )
@@ -371,6 +380,13 @@ class DashboardApp:
         )
 
 
+def _check_path(path: bytes) -> None:
+    """A path that does not exist is a 404, whatever the method."""
+    parts = path.removeprefix(b"/v1/").split(b"/")
+    if len(parts) > 3 or (len(parts) > 1 and (parts[0], parts[-1]) != (b"leaders", b"terms")):
+        raise Refusal(404, "there is nothing at this path")
+
+
 def _client(scope: Scope) -> str:
     return scope["client"][0] if scope.get("client") else "-"
 
@@ -378,6 +394,18 @@ def _client(scope: Scope) -> str:
 def _cookie(secret: str, age_s: int, scope: Scope, headers: Mapping[bytes, bytes]) -> bytes:
     secure = "; Secure" if scope["scheme"] == "https" or secure_origin(headers) else ""
     return f"{cookie_name(headers)}={secret}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict{secure}".encode()
+
+
+def _reads_pages(method: str, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether it is a browser that shows what comes back, and no program or script."""
+    return method == "GET" and b"text/html" in headers.get(b"accept", b"")
+
+
+def _page_at(wanted: str) -> str:
+    """Where a sign-in leads to: a page of ours, with its fields. Anything else would send people to other sites."""
+    ours = wanted.partition("?")[0].encode() in _PATHS
+    plain = wanted.isascii() and wanted.isprintable() and " " not in wanted and len(wanted) <= ADDRESS_CHARS_MAX
+    return wanted if ours and plain else "/"
 
 
 def _resumed(headers: Mapping[bytes, bytes]) -> dict[str, str]:
@@ -392,3 +420,15 @@ def _only(method: str, *allowed: str) -> None:
 
 def _elsewhere(path: str, *headers: tuple[bytes, bytes]) -> Answer:
     return Answer(303, b"", ((b"location", path.encode()), *headers), _HTML)
+
+
+def _moment_ms(name: str, text: str) -> int:
+    """A moment in the address of a page; without a zone in UTC, as the page shows it without its script."""
+    try:
+        moment = dt.datetime.fromisoformat(text)
+        ms = int((moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)).timestamp() * 1000)
+    except (ValueError, OverflowError):
+        ms = -1
+    if not 0 <= ms <= MS_MAX:
+        raise Refusal(400, f"{name} must be a time such as 2026-11-15T03:00Z")
+    return ms

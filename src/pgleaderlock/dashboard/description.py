@@ -1,17 +1,16 @@
-"""The dashboard's API described for programs. The types come from `wire`; here is what a type cannot say.
+"""The dashboard's API described for programs: what the types of `api` cannot say.
 
-Imports `wire`, `api` and the lock server's description. Must never describe a field.
+Must never describe a field of an answer: its type does.
 """
 
 from typing import Any
 
 import msgspec
 
-from pgleaderlock._http.openapi import Operation, Reply, document
-from pgleaderlock._version import VERSION
-from pgleaderlock.dashboard import wire
-from pgleaderlock.dashboard._queries import MS_MAX
-from pgleaderlock.dashboard.api import LIMIT_MAX, NODE_CURSOR
+from pgleaderlock._base.version import VERSION
+from pgleaderlock._http.openapi import Operation, Response, document
+from pgleaderlock.dashboard import api
+from pgleaderlock.dashboard.api import LIMIT_MAX, MS_MAX, NODE_CURSOR
 from pgleaderlock.history import LAST_ID
 from pgleaderlock.server.description import READ, STATUS_OPERATIONS, query_field
 
@@ -43,7 +42,7 @@ OPERATIONS = (
         "/v1/leaders",
         "leaders",
         "The roles and who leads each, by name.",
-        {**READ, 200: Reply("A page of roles.", wire.LeadersReply)},
+        {**READ, 200: Response("A page of roles.", api.LeadersReply)},
         None,
         [
             query_field("prefix", "Only names that begin so.", _TEXT),
@@ -56,7 +55,7 @@ OPERATIONS = (
         "/v1/leaders/{role}/terms",
         "terms",
         "Who led a role, the newest first.",
-        {**READ, 200: Reply("A page of terms.", wire.TermsReply)},
+        {**READ, 200: Response("A page of terms.", api.TermsReply)},
         None,
         [_ROLE, *_TERMS],
     ),
@@ -65,7 +64,7 @@ OPERATIONS = (
         "/v1/leaders/terms",
         "terms_of_role",
         "The same, for names that a path cannot carry: on its way `..` would be taken for the folder above.",
-        {**READ, 200: Reply("A page of terms.", wire.TermsReply)},
+        {**READ, 200: Response("A page of terms.", api.TermsReply)},
         None,
         [{**_ROLE, "in": "query", "description": "The role's name."}, *_TERMS],
     ),
@@ -74,22 +73,48 @@ OPERATIONS = (
         "/v1/events",
         "events",
         "What happened, the newest first; or after an event, the oldest first. Live with Accept: text/event-stream.",
-        {**READ, 200: Reply("A page of events.", wire.EventsReply)},
+        {**READ, 200: Response("A page of events.", api.EventsReply)},
         None,
         [
             query_field("after", "Only events after this one.", _NUMBER),
             query_field("cursor", _NEXT, _NUMBER),
             query_field("role", "Only of this role.", _TEXT),
             query_field("node", "Only of this node.", _TEXT),
+            query_field("from_ms", "Only what happened at or after this time.", _MOMENT),
+            query_field("to_ms", "Only what happened at or before this time.", _MOMENT),
             _LIMIT,
         ],
+    ),
+    Operation(
+        "GET",
+        "/v1/incidents",
+        "incidents",
+        "Terms of one node that ended together and for one reason, the newest first. Without from_ms, of the last day.",
+        {**READ, 200: Response("The newest incidents of this time.", api.IncidentsReply)},
+        None,
+        [
+            query_field("from_ms", "Only what began at or after this time.", _MOMENT),
+            query_field("to_ms", "Only what began at or before this time.", _MOMENT),
+            query_field("role", "Only of this role.", _TEXT),
+            query_field("node", "Only what this node caused, or where it took over.", _TEXT),
+            _LIMIT,
+        ],
+    ),
+    Operation(
+        "GET",
+        "/v1/slots",
+        "slots",
+        "What ran once per tick: the newest slots of a name, or without one the newest slot of each name.",
+        {**READ, 200: Response("The newest slots.", api.SlotsReply)},
+        None,
+        [query_field("name", "Only of this name.", _TEXT), _LIMIT],
     ),
     Operation(
         "GET",
         "/v1/nodes",
         "nodes",
         "The nodes: those that live or lead, and those that were heard within the last hour.",
-        {**READ, 200: Reply("A page of nodes.", wire.NodesReply)},
+        {**READ, 200: Response("A page of nodes.", api.NodesReply)},
         None,
         [query_field("cursor", _NEXT, {"type": "string", "pattern": NODE_CURSOR}), _LIMIT],
     ),

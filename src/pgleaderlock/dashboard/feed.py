@@ -1,51 +1,63 @@
-"""What has changed, told to every open page: one look at the ledger feeds them all, however many there are.
+"""What has changed, sent to every open page: one look at the ledger feeds all streams, however many there are.
 
-A notification of the nodes wakes the look, and every second it is taken anyway; while no page is open, not at all. A
-stream that does not keep up is told to load its page again instead of being sent what it missed: nobody's slowness
-costs memory.
+A notification from a node wakes the look, and otherwise it is taken once per second; without a stream, not at all. A
+stream that does not keep up is told to load its page again instead of being sent what it missed, so that a slow reader
+costs no memory.
 
     event: leaders   {"now_ms", "leaders": rows}   at first all roles, then those that have changed
     event: nodes     {"now_ms", "nodes": rows}     all nodes, whenever one was heard
     event: event     one event of the ledger; its number is the id
-    event: stale     {"since_ms"}                  the database is away: what was told last is from then
+    event: stale     {"since_ms"}                  the database is away: what was sent last is from then
     event: fresh     {"now_ms"}                    it is back
     event: reload    {}                            something was left out: ask for everything again
     event: end       {}                            the server stops: come back
 
-Imports `_queries`, `_subscription`, `_listener`, `history` and `wire`. Must never wait for a reader.
+Must never wait for a reader while it looks, nor keep more for one than `QUEUE_MAX` messages.
 """
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
 from pgleaderlock import history
-from pgleaderlock._clock import BOOT_CLOCK
-from pgleaderlock._conninfo import ConnectionSettings, Dsn
-from pgleaderlock._http.answers import Refusal
-from pgleaderlock._http.bodies import stopping
-from pgleaderlock._jitter import JITTER
-from pgleaderlock._listener import listen
-from pgleaderlock._logging import get_logger
-from pgleaderlock.dashboard import _queries, wire
-from pgleaderlock.dashboard._reading import Ledger
-from pgleaderlock.dashboard._subscription import RELOAD, Subscription, message
+from pgleaderlock._base.aio import cancel_and_wait, first_of, settle, within
+from pgleaderlock._base.clock import BOOT_CLOCK
+from pgleaderlock._base.logging import get_logger
+from pgleaderlock._http.answers import Receive, Refusal, Send
+from pgleaderlock._http.server import stopping
+from pgleaderlock._pg.conninfo import ConnectionSettings, Dsn
+from pgleaderlock._pg.listener import listen
+from pgleaderlock._pg.reader import ReadPool
+from pgleaderlock.dashboard import api
+from pgleaderlock.dashboard.logins import Login
+from pgleaderlock.retry import JITTER
 
-__all__ = ["Feed", "FeedTiming"]
+__all__ = ["STREAM", "Feed", "FeedTiming", "Subscription", "stream"]
 
+STREAM = b"text/event-stream"
 PAGE = 1_000
 LEADERS_MAX = 10_000
 """Roles that are followed; the others are on the pages, and change when those are loaded again."""
 RING_MAX = 2_000
 EVENTS_MAX = 1_000
-"""More events than this at once are not told one by one."""
+"""More events than this at once are not sent one by one."""
 RESUMES_MAX = 20
-"""Streams that are told from the database what they missed, in one look; the others load their pages again."""
-NODES_A_SECOND = 100
+"""Resumed streams whose missed events are read from the database in one look; the others are told to reload."""
+NODES_PER_SECOND = 100
+QUEUE_MAX = 32
+PING_S = 5.0
+PIECE_BYTES = 64 * 1024
+"""Written at once: more could cost memory for a slow reader."""
 END_GRACE_S = 0.5
+
+_HEADERS = [
+    (b"content-type", STREAM),
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-accel-buffering", b"no"),  # a proxy that collects before it passes on would hold every message back
+]
 
 
 class FeedTiming(msgspec.Struct, frozen=True):
@@ -54,49 +66,9 @@ class FeedTiming(msgspec.Struct, frozen=True):
     """Between two looks at least, however often the nodes notify."""
     retry_s: float = 0.5
     late_s: float = 2.0
-    """How long a look may take before what was told last is called stale."""
+    """How long a look may take before what was sent last is called stale."""
     linger_s: float = 10.0
     """How long looks go on without a stream."""
-
-
-class _Known:
-    """What the looks of one run have seen."""
-
-    def __init__(self, namespace: str) -> None:
-        self.events = history.EventFeed(namespace)
-        self.began = False
-        self.ring: deque[wire.Event] = deque(maxlen=RING_MAX)
-        """The last events, in the order in which they were told."""
-        self.leaders: dict[str, wire.Leader] = {}
-        self.untold: list[wire.Event] = []
-        """Events of a look that has not come to its end: the next one tells them."""
-        self.untold_nodes: list[bytes] = []
-        """The same of the nodes."""
-        self.nodes: tuple[wire.Node, ...] = ()
-        self.nodes_due_at = 0.0
-        self.now_ms = 0
-        self.stale_since_ms: int | None = None
-        self._snapshot: list[bytes] = []
-        self._heard: list[object] = []
-
-    def snapshot(self) -> list[bytes]:
-        if not self._snapshot:
-            nodes = wire.encode({"now_ms": self.now_ms, "nodes": self.nodes})
-            self._snapshot = [*_leader_messages(self.now_ms, list(self.leaders.values())), message("nodes", nodes)]
-        return self._snapshot
-
-    def changed(self, seen: Sequence[wire.Leader]) -> list[wire.Leader]:
-        """Those that differ by more than their age."""
-        changed = [row for row in seen if _lasting(row) != _lasting(self.leaders.get(row.role))]
-        self.leaders.update({row.role: row for row in seen})
-        self._snapshot = []
-        return changed
-
-    def heard(self, seen: tuple[wire.Node, ...], now_ms: int) -> bool:
-        """Whether there is anything new about the nodes."""
-        before, self._heard = self._heard, [_heard(row, now_ms) for row in seen]
-        self.nodes = seen
-        return self._heard != before
 
 
 class Feed:
@@ -117,7 +89,7 @@ class Feed:
         self._stopping = False
         self._log = get_logger("pgleaderlock.dashboard")
 
-    def subscribe(self, *, role: str | None, node: str | None, after: int | None) -> Subscription:
+    def subscribe(self, *, role: str | None, node: str | None, after: int | None) -> "Subscription":
         if self._stopping:
             raise stopping()
         if len(self._streams) >= self._streams_max:
@@ -132,16 +104,16 @@ class Feed:
         elif known.stale_since_ms is not None:
             stream.push(_stale(known.stale_since_ms))
         elif known.leaders and after is None:
-            self._prime(stream, known, [])
+            stream.prime(known.snapshot())
         else:
             self._wake.set()
         return stream
 
-    def unsubscribe(self, stream: Subscription) -> None:
+    def unsubscribe(self, stream: "Subscription") -> None:
         self._streams.discard(stream)
 
     def stop(self) -> None:
-        """Ends every stream, by its own event; who does not read that is cut off a moment later."""
+        """Ends every stream with its own event; a stream whose reader does not take that is cut a moment later."""
         self._stopping = True
         for stream in self._streams:
             stream.end()
@@ -149,19 +121,15 @@ class Feed:
 
     def _cut(self) -> None:
         for stream in self._streams:
-            if not stream.cut.done():
-                stream.cut.set_result(None)
+            settle(stream.cut)
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await cancel_and_wait(self._task)
 
-    # --- The one who looks
-
-    async def _run(self, known: _Known) -> None:
+    async def _run(self, known: "_Known") -> None:
         loop, timing = asyncio.get_running_loop(), self._timing
-        ledger = Ledger(self._dsn, connections_max=1)
+        ledger = ReadPool(self._dsn, connections_max=1)
         listening = asyncio.ensure_future(self._listen())
         try:
             needed_at = loop.time()
@@ -176,13 +144,10 @@ class Feed:
                     self._lost(known, error)
                     wait_s = timing.retry_s
                 await asyncio.sleep(timing.pause_s)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._wake.wait()
+                await within(wait_s, self._wake.wait())
         finally:
-            self._known = self._task = None  # first: whoever comes now begins anew
-            listening.cancel()
-            await asyncio.wait([listening])
+            self._known = self._task = None  # first: a stream that comes now starts a new run
+            await cancel_and_wait(listening)
             await ledger.close()
 
     async def _listen(self) -> None:
@@ -197,8 +162,8 @@ class Feed:
             log=self._log,
         )
 
-    async def _look_in_time(self, ledger: Ledger, known: _Known) -> None:
-        """A look that takes long goes on, and the pages are told that what they show is old."""
+    async def _look_in_time(self, ledger: ReadPool, known: "_Known") -> None:
+        """A slow look goes on, and meanwhile the pages are told that what they show is old."""
         looking = asyncio.ensure_future(self._look(ledger, known))
         try:
             done, _ = await asyncio.wait([looking], timeout=self._timing.late_s)
@@ -206,46 +171,45 @@ class Feed:
                 self._lost(known, TimeoutError(f"no answer within {self._timing.late_s:g} s"))
             await looking
         finally:
-            looking.cancel()
-            await asyncio.wait([looking])
+            await cancel_and_wait(looking)
 
-    async def _look(self, ledger: Ledger, known: _Known) -> None:
-        known.untold += await self._new_events(ledger, known)
-        page = await _queries.leaders(ledger, self._namespace, limit=PAGE)
+    async def _look(self, ledger: ReadPool, known: "_Known") -> None:
+        known.unsent += await self._new_events(ledger, known)
+        page = await api.leaders(ledger, self._namespace, limit=PAGE)
         now_ms, seen = page.now_ms, page.leaders
         while page.next_cursor is not None and len(seen) < LEADERS_MAX:
-            page = await _queries.leaders(ledger, self._namespace, after=page.next_cursor, limit=PAGE)
+            page = await api.leaders(ledger, self._namespace, after=page.next_cursor, limit=PAGE)
             seen += page.leaders
         await self._nodes(ledger, known)
         coming = [stream for stream in self._streams if not stream.primed]
         resumed = await self._resumed(ledger, known, coming)
         # From here on nothing waits: every stream sees the same order of things.
         known.now_ms = now_ms
-        fresh, known.untold = known.untold, []
-        chunks = [*_leader_messages(now_ms, known.changed(seen)), *known.untold_nodes]
-        known.untold_nodes = []
-        back, known.stale_since_ms = known.stale_since_ms is not None, None
-        if back:
+        complete = page.next_cursor is None
+        gone = [_message("reload", b"{}")] if complete and known.leaders.keys() - {row.role for row in seen} else []
+        chunks = [*_leader_messages(now_ms, known.changed(seen, complete=complete)), *gone, *known.unsent_nodes]
+        fresh, known.unsent, known.unsent_nodes = known.unsent, [], []
+        back = []
+        if known.stale_since_ms is not None:
+            known.stale_since_ms = None
             self._log.info("ledger_back")
-            chunks.insert(0, message("fresh", wire.encode({"now_ms": now_ms})))
-        self._tell(chunks, fresh)
-        for stream in coming:  # those that have come meanwhile are told by the next look, which they have asked for
-            self._prime(stream, known, chunks[:1] if back else [])
-            self._resume(stream, known, resumed)
+            back = [_message("fresh", api.encode({"now_ms": now_ms}))]
+        self._send([*back, *chunks], fresh)
+        for stream in coming:  # the next look, which it has asked for, primes a stream that has come meanwhile
+            stream.prime([*back, *known.snapshot()])
+            if stream.after is not None:
+                stream.resume(resumed[stream.after] if stream.after in resumed else known.since(stream.after))
 
-    def _tell(self, chunks: Sequence[bytes], fresh: Sequence[wire.Event]) -> None:
+    def _send(self, chunks: Sequence[bytes], fresh: Sequence[api.Event]) -> None:
         together = _event_messages(fresh)
         for stream in self._streams:
-            if not stream.primed:
-                continue
-            for chunk in chunks:
-                stream.push(chunk)
-            plain = stream.role is None and stream.node is None and not stream.told
-            events = together if plain else _event_messages([event for event in fresh if stream.wants(event)])
-            if events:
-                stream.push(events)
+            if stream.primed:
+                plain = stream.role is None and stream.node is None and not stream.sent
+                events = together if plain else _event_messages([event for event in fresh if stream.wants(event)])
+                for chunk in (*chunks, *events):
+                    stream.push(chunk)
 
-    async def _new_events(self, ledger: Ledger, known: _Known) -> list[wire.Event]:
+    async def _new_events(self, ledger: ReadPool, known: "_Known") -> list[api.Event]:
         if known.began:
             fresh = [_event(event) for event in await known.events.more(ledger)]
             known.ring.extend(fresh)
@@ -255,93 +219,227 @@ class Feed:
         known.began = True
         return []
 
-    async def _nodes(self, ledger: Ledger, known: _Known) -> None:
+    async def _nodes(self, ledger: ReadPool, known: "_Known") -> None:
         loop = asyncio.get_running_loop()
         if loop.time() < known.nodes_due_at:
             return
-        reply = await _queries.nodes(ledger, self._namespace, limit=PAGE)
-        known.nodes_due_at = loop.time() + max(self._timing.poll_s * 0.9, len(reply.nodes) / NODES_A_SECOND)
-        if known.heard(tuple(reply.nodes), reply.now_ms):
-            known.untold_nodes = [message("nodes", wire.encode({"now_ms": reply.now_ms, "nodes": reply.nodes}))]
+        page = await api.nodes(ledger, self._namespace, limit=PAGE)
+        known.nodes_due_at = loop.time() + max(self._timing.poll_s * 0.9, len(page.nodes) / NODES_PER_SECOND)
+        if known.heard(page):
+            known.unsent_nodes = [_node_message(page.now_ms, page.nodes)]
 
     async def _resumed(
-        self, ledger: Ledger, known: _Known, coming: Sequence[Subscription]
-    ) -> dict[int, list[wire.Event] | None]:
-        """What those missed who come back after an event that is not among the last ones; None: too much to tell."""
-        told = {event.event_id for event in known.ring}
-        wanted = {stream.after for stream in coming if stream.after is not None} - told
-        found: dict[int, list[wire.Event] | None] = {}
+        self, ledger: ReadPool, known: "_Known", coming: Sequence["Subscription"]
+    ) -> dict[int, list[api.Event] | None]:
+        """What the streams have missed that resume after an event older than the ring; None: too much to send."""
+        kept = {event.event_id for event in known.ring}
+        wanted = {stream.after for stream in coming if stream.after is not None} - kept
+        found: dict[int, list[api.Event] | None] = {}
         for after in sorted(wanted)[:RESUMES_MAX]:
-            page = await _queries.events_after(ledger, self._namespace, after=after, limit=EVENTS_MAX)
+            page = await api.events_after(ledger, self._namespace, after=after, limit=EVENTS_MAX)
             found[after] = page.events if page.next_cursor is None else None
         return found
 
-    def _prime(self, stream: Subscription, known: _Known, first: Sequence[bytes]) -> None:
-        stream.primed = True
-        for chunk in (*first, *known.snapshot()):
-            stream.push(chunk)
-
-    def _resume(self, stream: Subscription, known: _Known, resumed: dict[int, list[wire.Event] | None]) -> None:
-        if stream.after is None:
-            return
-        missed = resumed.get(stream.after)
-        if stream.after not in resumed:
-            numbers = [event.event_id for event in known.ring]
-            if stream.after in numbers:
-                missed = list(known.ring)[numbers.index(stream.after) + 1 :]
-        if missed is None:
-            stream.push(RELOAD)
-            return
-        wanted = _event_messages([event for event in missed if stream.wants(event)])
-        stream.told = frozenset(event.event_id for event in missed)
-        if wanted:
-            stream.push(wanted)
-
-    def _lost(self, known: _Known, error: Exception) -> None:
+    def _lost(self, known: "_Known", error: Exception) -> None:
         if known.stale_since_ms is not None:
             return
-        known.stale_since_ms = known.now_ms or _queries.wall_ms()
+        known.stale_since_ms = known.now_ms or api.wall_ms()
         self._log.warning("ledger_away", error=str(error) or type(error).__name__)
         for stream in self._streams:
             stream.push(_stale(known.stale_since_ms))
 
 
+class _Known:
+    """What the looks of one run have seen."""
+
+    def __init__(self, namespace: str) -> None:
+        self.events = history.EventFeed(namespace)
+        self.began = False
+        self.ring: deque[api.Event] = deque(maxlen=RING_MAX)
+        """The last events, in the order in which they were sent."""
+        self.leaders: dict[str, api.Leader] = {}
+        self.unsent: list[api.Event] = []
+        """Events of a look that failed half way: the next one sends them."""
+        self.unsent_nodes: list[bytes] = []
+        """The same of the nodes."""
+        self.nodes_due_at = 0.0
+        self.now_ms = 0
+        self.stale_since_ms: int | None = None
+        self._nodes: Sequence[api.Node] = ()
+        self._signs: list[object] = []
+        self._snapshot: list[bytes] = []
+
+    def snapshot(self) -> list[bytes]:
+        if not self._snapshot:
+            leaders = _leader_messages(self.now_ms, list(self.leaders.values()))
+            self._snapshot = [*leaders, _node_message(self.now_ms, self._nodes)]
+        return self._snapshot
+
+    def changed(self, seen: Sequence[api.Leader], *, complete: bool) -> list[api.Leader]:
+        """Those that differ by more than their age. In a `complete` look, what is missing was forgotten."""
+        changed = [row for row in seen if _lasting(row) != _lasting(self.leaders.get(row.role))]
+        self.leaders = {**({} if complete else self.leaders), **{row.role: row for row in seen}}
+        self._snapshot = []
+        return changed
+
+    def heard(self, page: api.NodesReply) -> bool:
+        """Whether there is anything new about the nodes."""
+        before, self._signs = self._signs, [_signs_of(row, page.now_ms) for row in page.nodes]
+        self._nodes = page.nodes
+        return self._signs != before
+
+    def since(self, event_id: int) -> list[api.Event] | None:
+        """The events after this one, if it is still among the last."""
+        numbers = [event.event_id for event in self.ring]
+        return list(self.ring)[numbers.index(event_id) + 1 :] if event_id in numbers else None
+
+
+class Subscription:
+    """One stream as the feed sees it: what is still to be written to its reader, at most `QUEUE_MAX` messages."""
+
+    def __init__(self, role: str | None, node: str | None, after: int | None) -> None:
+        self.role = role
+        self.node = node
+        self.after = after
+        self.primed = False
+        """It has been sent how everything is; from then on it is sent what changes."""
+        self.sent: frozenset[int] = frozenset()
+        """Events that it was sent when it resumed."""
+        self.ending = False
+        self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the server no longer waits for its reader."""
+        self._queue: deque[bytes] = deque()
+        self._grown = asyncio.Event()
+
+    def push(self, chunk: bytes) -> None:
+        if len(self._queue) >= QUEUE_MAX:
+            self._queue.clear()
+            self._queue.append(_RELOAD)
+        self._queue.append(chunk)
+        self._grown.set()
+
+    def prime(self, chunks: Sequence[bytes]) -> None:
+        self.primed = True
+        for chunk in chunks:
+            self.push(chunk)
+
+    def resume(self, missed: Sequence[api.Event] | None) -> None:
+        if missed is None:
+            self.push(_RELOAD)
+            return
+        for chunk in _event_messages([event for event in missed if self.wants(event)]):
+            self.push(chunk)
+        self.sent = frozenset(event.event_id for event in missed)
+
+    def wants(self, event: api.Event) -> bool:
+        return (
+            (self.role is None or event.role == self.role)
+            and (self.node is None or event.node_id == self.node)
+            and event.event_id not in self.sent
+        )
+
+    def end(self) -> None:
+        self.ending = True
+        self._queue.append(_END)
+        self._grown.set()
+
+    async def next(self, timeout_s: float) -> bytes:
+        """What is to be written next; empty if there was nothing for so long."""
+        if not self._queue:
+            self._grown.clear()
+            await within(timeout_s, self._grown.wait())
+        return self._queue.popleft() if self._queue else b""
+
+    @property
+    def empty(self) -> bool:
+        return not self._queue
+
+
+async def stream(feed: Feed, subscription: Subscription, login: Login | None, receive: Receive, send: Send) -> None:
+    """Writes a stream until it ends, its reader leaves, or its login is over.
+
+    Waiting for a reader is interrupted when the server stops: a reader that does not read delays nothing.
+    """
+    try:
+        await first_of(_write(send, subscription, login), _gone(receive), subscription.cut)
+    finally:
+        feed.unsubscribe(subscription)
+
+
+async def _write(send: Send, subscription: Subscription, login: Login | None) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+    chunk = b"retry: 1000\n\n"
+    while login is None or not login.over:
+        for start in range(0, len(chunk), PIECE_BYTES):
+            piece = chunk[start : start + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        if subscription.ending and subscription.empty:
+            break
+        chunk = await subscription.next(PING_S) or b": ping\n\n"
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- Messages
+
+
+def _message(kind: str, data: bytes, number: int | None = None) -> bytes:
+    """JSON of msgspec has no line feed in it."""
+    head = b"" if number is None else b"id: %d\n" % number
+    return b"%sevent: %s\ndata: %s\n\n" % (head, kind.encode(), data)
+
+
+_RELOAD = _message("reload", b"{}")
+_END = _message("end", b"{}")
+
+
 def _stale(since_ms: int) -> bytes:
-    return message("stale", wire.encode({"since_ms": since_ms}))
+    return _message("stale", api.encode({"since_ms": since_ms}))
 
 
-def _leader_messages(now_ms: int, rows: Sequence[wire.Leader]) -> list[bytes]:
+def _leader_messages(now_ms: int, rows: Sequence[api.Leader]) -> list[bytes]:
     return [
-        message("leaders", wire.encode({"now_ms": now_ms, "leaders": rows[start : start + PAGE]}))
+        _message("leaders", api.encode({"now_ms": now_ms, "leaders": rows[start : start + PAGE]}))
         for start in range(0, len(rows), PAGE)
     ]
 
 
-def _event_messages(events: Sequence[wire.Event]) -> bytes:
+def _node_message(now_ms: int, rows: Sequence[api.Node]) -> bytes:
+    return _message("nodes", api.encode({"now_ms": now_ms, "nodes": rows}))
+
+
+def _event_messages(events: Sequence[api.Event]) -> list[bytes]:
+    """All of them in one chunk, so that they count as one in a queue; none for no events."""
+    if not events:
+        return []
     if len(events) > EVENTS_MAX:
-        return message("reload", b"{}", events[-1].event_id)
-    return b"".join(message("event", wire.encode(event), event.event_id) for event in events)
+        return [_message("reload", b"{}", events[-1].event_id)]
+    return [b"".join(_message("event", api.encode(event), event.event_id) for event in events)]
 
 
-def _event(event: history.Event) -> wire.Event:
-    return wire.Event(
-        event.event_id,
-        int(event.at.timestamp() * 1000),
-        event.kind,
-        event.role,
-        event.node_id,
-        event.epoch,
-        event.detail,
+def _event(event: history.Event) -> api.Event:
+    at_ms = int(event.at.timestamp() * 1000)
+    return api.Event(event.event_id, at_ms, event.kind, event.role, event.node_id, event.epoch, event.detail)
+
+
+def _lasting(row: api.Leader | None) -> object:
+    return row and (
+        row.leader,
+        row.epoch,
+        row.since_ms,
+        row.state,
+        row.in_flight,
+        row.why,
+        row.candidates,
+        row.last_change,
     )
 
 
-def _lasting(row: wire.Leader | None) -> object:
-    return row and (
-        row.leader, row.epoch, row.since_ms, row.heartbeat, row.gate, row.candidates, row.last_change
-    )  # fmt: skip
-
-
-def _heard(row: wire.Node, now_ms: int) -> object:
+def _signs_of(row: api.Node, now_ms: int) -> object:
     # To a tenth of a second: both numbers have been rounded.
-    beat = round((now_ms - row.heartbeat_age_ms) / 100)
-    return (row.session_id, beat, row.live, row.candidate, row.draining, row.roles)
+    heard = round((now_ms - row.heartbeat_age_ms) / 100)
+    return (row.session_id, heard, row.state, row.live, row.candidate, row.draining, row.roles, row.wants)

@@ -1,25 +1,30 @@
 """The dashboard put together: in front of a lock server (`Mounted`), or as a server of its own (`DashboardServer`).
 
-Imports everything of `dashboard`, and what `server` and `_http` have for it. Must never keep a lock server from
-starting because a database is away.
+Must never keep a lock server from starting because the ledger's database is away.
 """
 
 import asyncio
-import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pgleaderlock import history
+from pgleaderlock._base.aio import cancel_and_wait, within
+from pgleaderlock._base.logging import get_logger
+from pgleaderlock._http.access import HostCheck, Tokens
 from pgleaderlock._http.answers import Answer, Refusal
-from pgleaderlock._http.bodies import Waits
-from pgleaderlock._http.hosts import HostCheck
 from pgleaderlock._http.openapi import Operation
-from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, address_of, check_exposure, listen
-from pgleaderlock._http.tokens import Tokens
-from pgleaderlock._logging import get_logger
-from pgleaderlock.dashboard._reading import Ledger
+from pgleaderlock._http.server import (
+    HttpServer,
+    Readiness,
+    ServingLimits,
+    Tls,
+    Waits,
+    address_of,
+    check_exposure,
+    listen,
+)
+from pgleaderlock._pg.reader import ReadPool
 from pgleaderlock.dashboard.api import Api
 from pgleaderlock.dashboard.app import DashboardApp, Rules
 from pgleaderlock.dashboard.description import OPERATIONS, openapi_bytes
@@ -30,16 +35,14 @@ from pgleaderlock.server.wire import StatusReply, encode
 
 __all__ = ["DashboardServer", "DashboardSettings", "LedgerSettings", "Mounted"]
 
-_MOMENT_S = 0.1
 _ANSWER_S = 10.0
-_READY_REMEMBERED_S = 1.0
 _OTHER_CONNECTIONS = 16
 """Kept free of streams, so that pages can still be asked for."""
 
 
 @dataclass(frozen=True)
 class LedgerSettings:
-    """Where leaders are looked for."""
+    """The ledger that is shown."""
 
     dsn: str
     namespace: str
@@ -47,24 +50,27 @@ class LedgerSettings:
     required: bool = True
     """Whether a database without a ledger, or one that is not readable, is an error."""
 
+    def feed(self, streams_max: int) -> Feed:
+        return Feed(self.dsn, self.namespace, self.channel, streams_max=streams_max)
+
 
 class Mounted:
-    """The dashboard of a lock server: `open`, `wrap`, and then as an application; `stop`, `answered`, `close`."""
+    """The dashboard of a lock server: `open`, `wrap`, and in the end `close`."""
 
     def __init__(self, ledger: LedgerSettings | None) -> None:
         self._settings = ledger
-        self._ledger: Ledger | None = None
+        self._ledger: ReadPool | None = None
         self._feed: Feed | None = None
         self._log = get_logger("pgleaderlock.dashboard")
 
     async def open(self) -> Sequence[Operation]:
-        """Looks for the ledger; gives what is served beside the locks."""
+        """Looks for the ledger; returns what is served beside the locks."""
         if self._settings is None:
             return ()
-        ledger = Ledger(self._settings.dsn)
+        ledger = ReadPool(self._settings.dsn)
         try:
             await history.ledger_facts(ledger)
-        except ConnectionError as error:  # away for now: the pages say so
+        except ConnectionError as error:  # away for now, and the pages say so
             self._log.warning("ledger_away", error=str(error))
         except SchemaError as error:
             await ledger.close()
@@ -77,13 +83,11 @@ class Mounted:
 
     def wrap(self, inside: Inside) -> DashboardApp:
         rules = Rules(inside.hosts, inside.tokens, inside.waits, access_log=inside.access_log)
-        api = None
-        if self._ledger is not None and self._settings is not None:
-            settings = self._settings
-            # Half of the connections are for locks: open pages must not keep a lease from being renewed.
-            streams_max = max(1, inside.connections_max // 2)
-            self._feed = Feed(settings.dsn, settings.namespace, settings.channel, streams_max=streams_max)
-            api = Api(self._ledger, settings.namespace)
+        if self._ledger is None or self._settings is None:
+            return DashboardApp(rules, api=None, feed=None, inner=inside.app)
+        # Half of the connections are for locks: open pages must not keep a lease from being renewed.
+        self._feed = self._settings.feed(max(1, inside.connections_max // 2))
+        api = Api(self._ledger, self._settings.namespace)
         return DashboardApp(rules, api=api, feed=self._feed, inner=inside.app)
 
     async def close(self) -> None:
@@ -120,15 +124,14 @@ class DashboardServer:
         self._log = get_logger("pgleaderlock.dashboard")
         self._hosts = HostCheck([settings.host, *settings.allowed_hosts])
         self._tokens = Tokens(settings.token_file) if settings.token_file is not None else None
-        self._ready: tuple[float, Refusal | None] = (float("-inf"), None)
-        self._checking = asyncio.Lock()
+        self._ready = Readiness(self._not_ready)
         self.url = ""
 
     async def start(self) -> None:
         """Raises `SchemaError` without a ledger."""
         settings = self._settings
         listening = listen(settings.host, settings.port)
-        self._ledger = Ledger(settings.ledger.dsn)
+        self._ledger = ReadPool(settings.ledger.dsn)
         try:
             self.url = address_of(listening, has_tokens=self._tokens is not None, tls=settings.tls)
             await self._look()
@@ -136,13 +139,12 @@ class DashboardServer:
             listening.close()
             await self._ledger.close()
             raise
-        ledger, limits = settings.ledger, settings.serving
-        streams_max = max(1, limits.connections_max - _OTHER_CONNECTIONS)
-        self._feed = Feed(ledger.dsn, ledger.namespace, ledger.channel, streams_max=streams_max)
+        limits = settings.serving
+        self._feed = settings.ledger.feed(max(1, limits.connections_max - _OTHER_CONNECTIONS))
         waits = Waits(limits.header_timeout_s)
         self._app = DashboardApp(
             Rules(self._hosts, self._tokens, waits, access_log=settings.access_log),
-            api=Api(self._ledger, ledger.namespace),
+            api=Api(self._ledger, settings.ledger.namespace),
             feed=self._feed,
             inner=None,
             alone={b"/healthz": self._health, b"/readyz": self._readiness, b"/openapi.json": self._describe},
@@ -168,41 +170,30 @@ class DashboardServer:
         await self._http.ended()
 
     async def stop(self) -> None:
-        """Accepts nothing more, answers what is in flight, ends the streams."""
+        """Accepts no connection any more, answers what is in flight, ends the streams."""
         await self._http.stop(self._answered)
-        self._sweeping.cancel()
-        await asyncio.wait([self._sweeping])
+        await cancel_and_wait(self._sweeping)
         await self._feed.close()
         await self._ledger.close()
 
     async def _answered(self) -> None:
         self._app.stop()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWER_S):
-                await self._app.in_flight.answered()
-                return
-        self._log.warning("requests_unanswered", after_s=_ANSWER_S)
-
-    # --- What probes and tools ask
+        if not await within(_ANSWER_S, self._app.in_flight.answered()):
+            self._log.warning("requests_unanswered", after_s=_ANSWER_S)
 
     async def _health(self) -> Answer:
         return Answer(200, encode(StatusReply("ok")))
 
     async def _readiness(self) -> Answer:
-        # Everybody may ask, so the database is asked once a second at most.
-        async with self._checking:
-            checked_at, refusal = self._ready
-            if time.monotonic() - checked_at > _READY_REMEMBERED_S:
-                refusal = None
-                try:
-                    await history.ledger_facts(self._ledger)
-                except PgLeaderLockError:
-                    text = "the ledger cannot be read: the server's log says why"
-                    refusal = Refusal(503, text, (b"retry-after", b"1"))
-                self._ready = (time.monotonic(), refusal)
-        if refusal is not None:
-            raise Refusal(refusal.status, refusal.error, *refusal.headers)
+        await self._ready.check()
         return Answer(200, encode(StatusReply("ready")))
+
+    async def _not_ready(self) -> Refusal | None:
+        try:
+            await history.ledger_facts(self._ledger)
+        except PgLeaderLockError:
+            return Refusal(503, "the ledger cannot be read: the server's log says why", (b"retry-after", b"1"))
+        return None
 
     async def _describe(self) -> Answer:
         return Answer(200, openapi_bytes())

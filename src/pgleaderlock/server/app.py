@@ -1,24 +1,22 @@
-"""The lock server as an ASGI application.
+"""The lock server as an ASGI application: admits a request, decodes it, hands it to the service, answers it.
 
-Four routes are hot: acquire, renew, release and batch. They are found by splitting the path, decoded and encoded by
-msgspec, and answered with headers that are built once; everything else goes through Starlette's router. Whatever a
-handler raises becomes an answer here: what gets past it would end the connection without one.
+An acquire, a renewal or a release has one way: `at_once` takes it when all of it has come, `Service.begin` submits it
+to the store, and the store's reply is written by a callback. A request whose body is still on its way waits for it in
+a task, as ASGI has it, and then goes the same way.
 
-Imports `service`, `wire`, Starlette's router and what `_http` shares. Must never decide anything about
-locks.
+Must never decide anything about locks.
 """
 
+import asyncio
+import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
-import msgspec
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route, Router
-
+from pgleaderlock._base.aio import settle
+from pgleaderlock._base.logging import get_logger
+from pgleaderlock._http.access import ANYONE, Caller, HostCheck, Tokens
 from pgleaderlock._http.answers import (
     Answer,
     Receive,
@@ -30,12 +28,17 @@ from pgleaderlock._http.answers import (
     echoed_request_id,
     send_answer,
 )
-from pgleaderlock._http.bodies import ClientGone, Waits, check_json, read_body
-from pgleaderlock._http.exchange import Exchange
-from pgleaderlock._http.hosts import HostCheck
-from pgleaderlock._http.in_flight import InFlight
-from pgleaderlock._http.tokens import ANYONE, Caller, Tokens
-from pgleaderlock._logging import get_logger
+from pgleaderlock._http.protocol import Exchange
+from pgleaderlock._http.server import (
+    ClientGone,
+    InFlight,
+    Waits,
+    check_json,
+    left,
+    read_body,
+    stopping,
+    too_long,
+)
 from pgleaderlock.server import wire
 from pgleaderlock.server.metrics import CONTENT_TYPE, Metrics
 from pgleaderlock.server.service import Service
@@ -49,11 +52,11 @@ BATCH_BYTES_MAX = 2 * 1024 * 1024
 # For probes and tools that have no token: they tell nothing about any lock.
 _OPEN_PATHS = frozenset({b"/healthz", b"/readyz", b"/openapi.json"})
 
-_acquire_decoder = msgspec.json.Decoder(wire.AcquireRequest)
-_renew_decoder = msgspec.json.Decoder(wire.RenewRequest)
-_release_decoder = msgspec.json.Decoder(wire.ReleaseRequest)
-_break_decoder = msgspec.json.Decoder(wire.BreakRequest)
-_batch_decoder = msgspec.json.Decoder(wire.BatchRequest)
+_acquire_decoder = wire.decoder(wire.AcquireRequest)
+_renew_decoder = wire.decoder(wire.RenewRequest)
+_release_decoder = wire.decoder(wire.ReleaseRequest)
+_break_decoder = wire.decoder(wire.BreakRequest)
+_batch_decoder = wire.decoder(wire.BatchRequest)
 
 _Read = Callable[[str, bytes | bytearray, Mapping[bytes, bytes]], tuple[Operation, int]]
 """Lock name, body and headers become an operation, and how long it may wait."""
@@ -62,7 +65,7 @@ _Read = Callable[[str, bytes | bytearray, Mapping[bytes, bytes]], tuple[Operatio
 def _read_acquire(name: str, body: bytes | bytearray, headers: Mapping[bytes, bytes]) -> tuple[Operation, int]:
     asked = wire.decode(_acquire_decoder, body)
     key = wire.idempotency_key_of(headers.get(b"idempotency-key"))
-    return Acquire(name, asked.owner_id, asked.ttl_ms, key), asked.wait_ms
+    return Acquire(name, asked.owner_id, asked.ttl_ms, key), asked.wait_ms or 0
 
 
 def _read_renew(name: str, body: bytes | bytearray, _headers: Mapping[bytes, bytes]) -> tuple[Operation, int]:
@@ -93,6 +96,7 @@ class LockApp:
         access_log: bool = False,
     ) -> None:
         self._service = service
+        self._store_id = service.store_id.encode()
         self._metrics = metrics
         self._waits = waits
         self._check_host = hosts
@@ -101,7 +105,6 @@ class LockApp:
         self._log = get_logger("pgleaderlock.server")
         self._log_each = access_log
         self.in_flight = InFlight()
-        self._router = Router(self._cold_routes(), redirect_slashes=False)
 
     def stop(self) -> None:
         """Interrupts everyone who waits: for a lock, or for the rest of a body."""
@@ -109,106 +112,65 @@ class LockApp:
         self._waits.stop()
         self.in_flight.stop()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        began = time.perf_counter() if self._log_each else 0.0
-        self.in_flight.begin()
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        request_id = headers.get(b"x-request-id")
-        if request_id is not None:
-            request_id = echoed_request_id(request_id)
-        try:
-            answer = await self._answer(scope, headers, receive)
-            await send_answer(send, answer, request_id)
-            if self._log_each:
-                self._log_request(scope, answer, request_id, began)
-        finally:
-            self.in_flight.end()
-
-    async def _answer(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
-        try:
-            return await self._route(scope, headers, receive)
-        except Refusal as refusal:
-            return answer_of(refusal)
-        except HTTPException as error:  # Starlette's router: no such path, or not with this method
-            more = tuple((name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items())
-            text = "there is nothing at this path" if error.status_code == 404 else "not with this method"
-            return answer_of(Refusal(error.status_code, text, *more))
-        except ClientGone:
-            # Perhaps it only sends no more, and still listens.
-            text = "the connection ended before the request was complete or its turn had come"
-            return answer_of(Refusal(400, text, (b"connection", b"close")))
-        except Exception as error:
-            self._log.error("request_failed", error, path=scope["path"], method=scope["method"])
-            return answer_of(defect())
-
-    async def _route(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
-        path: bytes = scope["raw_path"]
-        caller = self._admit(path, headers)
-        if scope["method"] == "POST":
-            asked = self._hot(path)
-            if asked is not None:
-                read, raw_name = asked
-                lock_name = self._admit_lock(caller, raw_name, headers)
-                body = await read_body(receive, self._waits, BODY_BYTES_MAX)
-                operation, wait_ms = read(lock_name, body, headers)
-                return await self._carry_out(operation, wait_ms, receive)
-            if path == b"/v1/batch":
-                check_json(headers, BATCH_BYTES_MAX)
-                batch = wire.decode(_batch_decoder, await read_body(receive, self._waits, BATCH_BYTES_MAX))
-                return await self._service.batch(caller, batch.operations)
-        return await self._cold(scope, receive, caller)
-
-    def _admit(self, path: bytes, headers: Mapping[bytes, bytes]) -> Caller:
-        self._check_host(headers.get(b"host"))
-        if self._tokens is None or path in _OPEN_PATHS:
-            return ANYONE
-        return self._tokens.caller(headers.get(b"authorization"))
-
-    # --- Hot
+    # --- An acquire, a renewal or a release: one way, with or without a task in front of it
 
     def at_once(self, exchange: Exchange) -> bool:
-        """One acquire, renewal or release that does not wait, without a task; False for everything else."""
-        if self._log_each or self._waits.stopping or exchange.method != b"POST" or not self._service.can_begin:
+        """Takes on one of the three that has come as a whole, without a task; False for every other request."""
+        found = _operation_at(exchange.path) if exchange.method == b"POST" else None
+        if found is None:
             return False
-        asked = self._hot(exchange.path)
-        if asked is None or len(exchange.body) > BODY_BYTES_MAX:
-            return False
-        read, raw_name = asked
+        read, raw_name = found
         headers = exchange.named
         request_id = echoed_request_id(headers.get(b"x-request-id"))
-        try:
-            caller = self._admit(exchange.path, headers)
-            lock_name = self._admit_lock(caller, raw_name, headers)
-            operation, wait_ms = read(lock_name, exchange.body, headers)
-        except Refusal as refusal:
-            exchange.answer(answer_of(refusal), request_id)
-            return True
-        except Exception as error:
-            self._log.error("request_failed", error, path=exchange.path.decode("latin-1"), method="POST")
-            exchange.answer(answer_of(defect()), request_id)
-            return True
-        if wait_ms:
-            return False
+        began = time.perf_counter()
         self.in_flight.begin()
 
         def told(answer: Answer) -> None:
             try:
                 exchange.answer(answer, request_id)
+                if self._log_each:
+                    self._log_request(
+                        "POST", exchange.path, exchange.client, answer, request_id=request_id, began=began
+                    )
             finally:
                 self.in_flight.end()
 
-        self._service.begin(operation, told)
+        try:
+            caller = self._admit(exchange.path, headers)
+            lock_name = self._admit_lock(caller, raw_name, headers)
+            if self._waits.stopping:
+                raise stopping()
+            if len(exchange.body) > BODY_BYTES_MAX:
+                raise too_long(BODY_BYTES_MAX)
+            operation, wait_ms = read(lock_name, exchange.body, headers)
+        except Exception as error:
+            told(self._answer_to_failure(error, "POST", exchange.path))
+        else:
+            asked = self._service.begin(operation, wait_ms, told, caller)
+            if wait_ms:
+                exchange.when_gone(asked.client_left)
         return True
 
-    def _hot(self, path: bytes) -> tuple[_Read, bytes] | None:
-        """How the body of an acquire, a renewal or a release is read, and the lock's name as it was sent."""
-        parts = path.split(b"/", 5)
-        if len(parts) != 5 or parts[2] != b"locks" or parts[1] != b"v1":
-            return None
-        read = _READS.get(parts[4])
-        return None if read is None else (read, parts[3])
+    async def _operate(
+        self, read: _Read, caller: Caller, lock_name: str, headers: Mapping[bytes, bytes], receive: Receive
+    ) -> Answer:
+        """The same for a request whose body is still on its way, or that comes from another ASGI server."""
+        operation, wait_ms = read(lock_name, await read_body(receive, self._waits, BODY_BYTES_MAX), headers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        asked = self._service.begin(operation, wait_ms, functools.partial(settle, answer), caller)
+        if wait_ms:
+            watching = asyncio.ensure_future(_when_gone(receive, asked.client_left))
+            answer.add_done_callback(lambda _: watching.cancel())
+        return await answer
+
+    def _admit(self, path: bytes, headers: Mapping[bytes, bytes]) -> Caller:
+        self._check_host(headers.get(b"host"))
+        wanted = headers.get(wire.STORE_HEADER)
+        if wanted is not None and wanted != self._store_id:
+            raise Refusal(421, "this server has another store than the one that is asked for: nothing was done")
+        if self._tokens is None or path in _OPEN_PATHS:
+            return ANYONE
+        return self._tokens.caller(headers.get(b"authorization"))
 
     def _admit_lock(self, caller: Caller, raw_name: bytes, headers: Mapping[bytes, bytes]) -> str:
         lock_name = wire.lock_name_of(raw_name)
@@ -216,95 +178,132 @@ class LockApp:
         check_json(headers, BODY_BYTES_MAX)
         return lock_name
 
-    async def _carry_out(self, operation: Operation, wait_ms: int, receive: Receive) -> Answer:
-        if not isinstance(operation, Acquire) or wait_ms == 0:
-            return await self._service.one(operation)
+    # --- Every other request
 
-        async def gone() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        began = time.perf_counter()
+        self.in_flight.begin()
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        request_id = echoed_request_id(headers.get(b"x-request-id"))
+        try:
+            try:
+                answer = await self._route(scope, headers, receive)
+            except Exception as error:
+                answer = self._answer_to_failure(error, scope["method"], scope["raw_path"])
+            await send_answer(send, answer, request_id)
+            if self._log_each:
+                self._log_request(
+                    scope["method"], scope["raw_path"], scope.get("client"), answer, request_id=request_id, began=began
+                )
+        finally:
+            self.in_flight.end()
 
-        return await self._service.acquire_waiting(operation, wait_ms, gone)
+    async def _route(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
+        path: bytes = scope["raw_path"]
+        if path != b"/v1/locks/":  # that is a lock without a name, and not the list
+            path = path.removesuffix(b"/")  # the Go LockServer takes both
+        method: str = scope["method"]
+        caller = self._admit(path, headers)
+        # Percent-encoded: in a decoded path, %2F would have become a slash.
+        match path.split(b"/")[1:]:
+            case [b"v1", b"locks", *rest]:
+                return await self._about_locks(rest, caller, scope, headers, receive)
+            case [b"v1", b"batch"]:
+                _only(method, "POST")
+                check_json(headers, BATCH_BYTES_MAX)
+                batch = wire.decode(_batch_decoder, await read_body(receive, self._waits, BATCH_BYTES_MAX))
+                return await self._service.batch(caller, batch.operations)
+            case [b"healthz"]:
+                _only(method, "GET")
+                return Answer(200, wire.encode(wire.StatusReply("ok")))
+            case [b"readyz"]:
+                _only(method, "GET")
+                await self._service.check_ready()
+                return Answer(200, wire.encode(wire.StatusReply("ready")))
+            case [b"metrics"]:
+                _only(method, "GET")
+                return Answer(200, self._metrics.exposition(), content_type=CONTENT_TYPE)
+            case [b"openapi.json"]:
+                _only(method, "GET")
+                return Answer(200, self._openapi)
+        raise _nothing_here()
 
-    # --- Cold
+    async def _about_locks(
+        self, rest: list[bytes], caller: Caller, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
+    ) -> Answer:
+        method: str = scope["method"]
+        match rest:
+            case []:
+                _only(method, "GET")
+                return await self._service.list_locks(caller, *_list_query(scope["query_string"]))
+            case [raw_name, verb] if verb in _READS and (raw_name or method == "POST"):
+                _only(method, "POST")
+                lock_name = self._admit_lock(caller, raw_name, headers)
+                return await self._operate(_READS[verb], caller, lock_name, headers, receive)
+            case [raw_name] if raw_name:
+                _only(method, "GET")
+                return await self._service.get(caller, wire.lock_name_of(raw_name))
+            case [raw_name, b"break"] if raw_name:
+                _only(method, "POST")
+                check_json(headers, BODY_BYTES_MAX)
+                wire.decode(_break_decoder, await read_body(receive, self._waits, BODY_BYTES_MAX))
+                return await self._service.break_lock(caller, wire.lock_name_of(raw_name))
+        raise _nothing_here()
 
-    def _cold_routes(self) -> list[Route]:
-        def route(path: str, method: str, endpoint: Callable[[Request], Awaitable[Answer]]) -> Route:
-            async def respond(request: Request) -> Response:
-                request.scope["answer"] = await endpoint(request)
-                return Response()
+    def _answer_to_failure(self, error: Exception, method: str, path: bytes) -> Answer:
+        """Every failure is answered: an exception that left here would end the connection without an answer."""
+        if isinstance(error, ClientGone):
+            error = left()
+        elif not isinstance(error, Refusal):
+            self._log.error("request_failed", error, path=path.decode("latin-1"), method=method)
+            error = defect()
+        return answer_of(error)
 
-            made = Route(path, respond, methods=[method])
-            made.methods = {method}  # Starlette adds HEAD to every GET, which we do not promise
-            return made
-
-        hot = [f"/v1/locks/{{lock}}/{verb.decode()}" for verb in _READS]
-        return [
-            route("/v1/locks", "GET", self._list),
-            route("/v1/locks/{lock}", "GET", self._get),
-            route("/v1/locks/{lock}/break", "POST", self._break),
-            route("/healthz", "GET", self._health),
-            route("/readyz", "GET", self._readiness),
-            route("/metrics", "GET", self._show_metrics),
-            route("/openapi.json", "GET", self._describe),
-            # Answered before they come here: these two know the method that is right.
-            *(route(path, "POST", self._nothing) for path in (*hot, "/v1/batch")),
-        ]
-
-    async def _cold(self, scope: Scope, receive: Receive, caller: Caller) -> Answer:
-        # The path is still percent-encoded: in a decoded one, %2F would have become a slash.
-        scope["caller"] = caller
-        scope["app"] = self  # with it, the router raises for a wrong path or method instead of answering in plain text
-
-        async def unsent(_message: Mapping[str, Any]) -> None:
-            pass
-
-        await self._router(scope, receive, unsent)
-        answer: Answer = scope["answer"]
-        return answer
-
-    async def _list(self, request: Request) -> Answer:
-        prefix, cursor, limit = _list_query(request.scope["query_string"])
-        return await self._service.list_locks(request.scope["caller"], prefix, cursor, limit)
-
-    async def _get(self, request: Request) -> Answer:
-        return await self._service.get(request.scope["caller"], _lock_of(request))
-
-    async def _break(self, request: Request) -> Answer:
-        check_json(dict(request.scope["headers"]), BODY_BYTES_MAX)
-        wire.decode(_break_decoder, await read_body(request.receive, self._waits, BODY_BYTES_MAX))
-        return await self._service.break_lock(request.scope["caller"], _lock_of(request))
-
-    async def _health(self, _request: Request) -> Answer:
-        return Answer(200, wire.encode(wire.StatusReply("ok")))
-
-    async def _readiness(self, _request: Request) -> Answer:
-        await self._service.check_ready()
-        return Answer(200, wire.encode(wire.StatusReply("ready")))
-
-    async def _show_metrics(self, _request: Request) -> Answer:
-        return Answer(200, self._metrics.exposition(), content_type=CONTENT_TYPE)
-
-    async def _describe(self, _request: Request) -> Answer:
-        return Answer(200, self._openapi)
-
-    async def _nothing(self, _request: Request) -> Answer:
-        raise HTTPException(404)
-
-    def _log_request(self, scope: Scope, answer: Answer, request_id: bytes | None, began: float) -> None:
+    def _log_request(
+        self,
+        method: str,
+        path: bytes,
+        client: Sequence[Any] | None,
+        answer: Answer,
+        *,
+        request_id: bytes | None,
+        began: float,
+    ) -> None:
         self._log.info(
             "request",
-            method=scope["method"],
-            path=scope["raw_path"].decode("latin-1"),
+            method=method,
+            path=path.decode("latin-1"),
             status=answer.status,
             latency_ms=(time.perf_counter() - began) * 1000,
-            client=scope["client"][0] if scope.get("client") else "-",
+            client=client[0] if client else "-",
             request_id=request_id.decode() if request_id is not None else "-",
         )
 
 
-def _lock_of(request: Request) -> str:
-    return wire.lock_name_of(request.path_params["lock"].encode("latin-1"))
+def _operation_at(path: bytes) -> tuple[_Read, bytes] | None:
+    """How the body of an acquire, a renewal or a release is read, and the lock's name as it was sent."""
+    parts = path.removesuffix(b"/").split(b"/", 5)
+    if len(parts) != 5 or parts[2] != b"locks" or parts[1] != b"v1":
+        return None
+    read = _READS.get(parts[4])
+    return None if read is None else (read, parts[3])
+
+
+def _nothing_here() -> Refusal:
+    return Refusal(404, "there is nothing at this path")
+
+
+def _only(method: str, allowed: str) -> None:
+    if method != allowed:
+        raise Refusal(405, "not with this method", (b"allow", allowed.encode()))
+
+
+async def _when_gone(receive: Receive, then: Callable[[], None]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    then()
 
 
 def _list_query(query: bytes) -> tuple[str, str | None, int]:

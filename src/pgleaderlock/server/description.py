@@ -2,33 +2,35 @@
 
 The types come from `wire`; here is what a type cannot say. Nothing is answered that is not in this table.
 
-Imports `wire` and `_http.openapi`. Must never describe a field.
+Must never describe a field.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from pgleaderlock._http.openapi import Operation, Reply, document
-from pgleaderlock._version import VERSION
+from pgleaderlock._base.version import VERSION
+from pgleaderlock._http.openapi import Operation, Response, document
 from pgleaderlock.server import wire
 
 __all__ = ["OPERATIONS", "READ", "STATUS_OPERATIONS", "openapi_bytes", "openapi_document", "query_field"]
 
 _REFUSALS = {
-    400: Reply("The request is malformed: the error says where."),
-    403: Reply("Not with this token, or not by this Host name."),
+    400: Response("The request is malformed: the error says where."),
+    403: Response("Not with this token, or not by this Host name."),
+    501: Response("A Transfer-Encoding other than chunked."),
 }
-_TOKEN = {401: Reply("A token is needed, or this one is unknown.", headers=["WWW-Authenticate"])}
+_TOKEN = {401: Response("A token is needed, or this one is unknown.", headers=["WWW-Authenticate"])}
 _BODY = {
-    408: Reply("The body did not arrive in time."),
-    413: Reply("The body is too long."),
-    415: Reply("The body is not declared as JSON."),
+    408: Response("The body did not arrive in time."),
+    413: Response("The body is too long."),
+    415: Response("The body is not declared as JSON."),
 }
-_STORE = {503: Reply("The store is full, busy or away, or the server is stopping.", headers=["Retry-After"])}
-_METHOD = {405: Reply("This path knows other methods.", headers=["Allow"])}
-_PATH = {404: Reply("There is nothing at this path.")}
+_STORE = {503: Response("The store is full, busy or away, or the server is stopping.", headers=["Retry-After"])}
+_METHOD = {405: Response("This path knows other methods.", headers=["Allow"])}
+_PATH = {404: Response("There is nothing at this path.")}
 
 READ = {**_REFUSALS, **_TOKEN, **_STORE, **_METHOD, **_PATH}
 """What every question about the state of something may be answered."""
@@ -44,8 +46,14 @@ _LOCK: dict[str, Any] = {
 _KEY: dict[str, Any] = {
     "name": "Idempotency-Key",
     "in": "header",
-    "description": "A repeated acquire with the same key and owner gets the same lease while it is good.",
+    "description": "A repeated acquire with the same key and body gets the same lease while it is good.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 200, "pattern": wire.IDEMPOTENCY_KEY_PATTERN},
+}
+_STORE_HEADER: dict[str, Any] = {
+    "name": "X-Lock-Store",
+    "in": "header",
+    "description": "The store that this is meant for, as an earlier answer has named it. Any, if it is left away.",
+    "schema": {"type": "string"},
 }
 _PART_OF_NAME: dict[str, Any] = {
     "type": "string",
@@ -80,7 +88,7 @@ STATUS_OPERATIONS = (
         "/healthz",
         "health",
         "The process runs.",
-        {**_REFUSALS, **_METHOD, 200: Reply("It does.", wire.StatusReply)},
+        {**_REFUSALS, **_METHOD, 200: Response("It does.", wire.StatusReply)},
         needs_token=False,
     ),
     Operation(
@@ -88,7 +96,7 @@ STATUS_OPERATIONS = (
         "/readyz",
         "ready",
         "What it is there for would work now.",
-        {**_REFUSALS, **_METHOD, **_STORE, 200: Reply("It would.", wire.StatusReply)},
+        {**_REFUSALS, **_METHOD, **_STORE, 200: Response("It would.", wire.StatusReply)},
         needs_token=False,
     ),
     Operation(
@@ -96,7 +104,7 @@ STATUS_OPERATIONS = (
         "/openapi.json",
         "describe",
         "This document.",
-        {**_REFUSALS, **_METHOD, 200: Reply("The document.", "application/json")},
+        {**_REFUSALS, **_METHOD, 200: Response("The document.", "application/json")},
         needs_token=False,
     ),
 )
@@ -110,9 +118,10 @@ OPERATIONS = (
         "Take a lock, at once or when its turn has come.",
         {
             **_WRITE,
-            200: Reply("Granted.", wire.AcquireReply, links=_FROM_ACQUIRE),
-            409: Reply("Held by somebody else, or the store is busy.", wire.AcquireRefused),
-            429: Reply("Too many requests wait for locks.", headers=["Retry-After"]),
+            200: Response("Granted.", wire.AcquireReply, links=_FROM_ACQUIRE),
+            409: Response("Held by somebody else, or the store is busy.", wire.AcquireRefused),
+            422: Response("The Idempotency-Key belongs to a lease that was asked for with another body."),
+            429: Response("Too many requests wait for locks.", headers=["Retry-After"]),
         },
         wire.AcquireRequest,
         [_LOCK, _KEY],
@@ -124,8 +133,8 @@ OPERATIONS = (
         "Extend a lease, from now.",
         {
             **_WRITE,
-            200: Reply("Extended.", wire.RenewReply),
-            409: Reply("This lease is not, or no longer, the lock's.", wire.RenewRefused),
+            200: Response("Extended.", wire.RenewReply),
+            409: Response("This lease is not, or no longer, the lock's.", wire.RenewRefused),
         },
         wire.RenewRequest,
         [_LOCK],
@@ -135,7 +144,7 @@ OPERATIONS = (
         "/v1/locks/{lock}/release",
         "release",
         "Give a lock back. A stale lease changes nothing.",
-        {**_WRITE, 200: Reply("Released, or not the lock's lease.", wire.ReleaseReply)},
+        {**_WRITE, 200: Response("Released, or not the lock's lease.", wire.ReleaseReply)},
         wire.ReleaseRequest,
         [_LOCK],
     ),
@@ -144,7 +153,7 @@ OPERATIONS = (
         "/v1/batch",
         "batch",
         f"Up to {wire.BATCH_MAX} acquires, renewals and releases in one transaction.",
-        {**_WRITE, 200: Reply("One result for each operation, in order.", wire.BatchReply)},
+        {**_WRITE, 200: Response("One result for each operation, in order.", wire.BatchReply)},
         wire.BatchRequest,
     ),
     Operation(
@@ -152,7 +161,7 @@ OPERATIONS = (
         "/v1/locks/{lock}",
         "get",
         "A lock as it is. One that nobody has ever taken is free.",
-        {**READ, 200: Reply("The lock.", wire.LockReply)},
+        {**READ, 200: Response("The lock.", wire.LockReply)},
         None,
         [_LOCK],
     ),
@@ -161,7 +170,7 @@ OPERATIONS = (
         "/v1/locks",
         "list",
         "Locks in the order of their names.",
-        {**READ, 200: Reply("A page of locks.", wire.ListReply)},
+        {**READ, 200: Response("A page of locks.", wire.ListReply)},
         None,
         [
             query_field("prefix", "Only names that begin so.", _PART_OF_NAME),
@@ -174,7 +183,7 @@ OPERATIONS = (
         "/v1/locks/{lock}/break",
         "break",
         "Free a lock by force. Needs an admin token; is audited.",
-        {**_WRITE, 200: Reply("What the lock was.", wire.BreakReply)},
+        {**_WRITE, 200: Response("What the lock was.", wire.BreakReply)},
         wire.BreakRequest,
         [_LOCK],
     ),
@@ -183,16 +192,23 @@ OPERATIONS = (
         "/metrics",
         "metrics",
         "For Prometheus.",
-        {**_REFUSALS, **_METHOD, **_TOKEN, 200: Reply("The metrics.", "text/plain")},
+        {**_REFUSALS, **_METHOD, **_TOKEN, 200: Response("The metrics.", "text/plain")},
     ),
     *STATUS_OPERATIONS,
 )
 
 
+def _of_one_store(operation: Operation) -> Operation:
+    """As the lock server has it: it says with every answer which store it has, and a request may ask for that one."""
+    replies = {**operation.replies, 421: Response("This server has another store: nothing was done.")}
+    replies = {status: replace(reply, headers=[*reply.headers, "X-Lock-Store"]) for status, reply in replies.items()}
+    return replace(operation, replies=replies, parameters=[*operation.parameters, _STORE_HEADER])
+
+
 def openapi_document(more: Sequence[Operation] = ()) -> dict[str, Any]:
     """`more`: what is served beside the locks."""
     info = {"title": "pgleaderlock lock server", "version": VERSION}
-    described = document(info, [*OPERATIONS, *more])
+    described = document(info, [*map(_of_one_store, OPERATIONS), *more])
     # A union of types without a tag, which msgspec cannot have as a field's type.
     bodies = ("AcquireReply", "AcquireRefused", "RenewReply", "RenewRefused", "ReleaseReply", "ErrorReply")
     result = described["components"]["schemas"]["BatchResult"]

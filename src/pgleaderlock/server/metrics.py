@@ -3,7 +3,7 @@
 prometheus-client's own counters take a lock for each step, on every request. Ours are counted by one thread only, so a
 collector hands them over as they are. They live in a registry of their own: nothing global.
 
-Imports prometheus-client. Must never carry the name of a lock or an owner: each would be a time series for ever.
+Must never carry the name of a lock or an owner: each would be a time series for ever.
 """
 
 from bisect import bisect_left
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
+
+from pgleaderlock.server.store import Found
 
 __all__ = ["CONTENT_TYPE", "LATENCY_BUCKETS_MS", "OPERATIONS", "RESULTS", "Metrics"]
 
@@ -26,7 +28,9 @@ LATENCY_BUCKETS_MS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 250.0, 500.0,
 class Metrics(Collector):
     """Counts, and shows. Every series is there from the start, at zero: a rate needs the step from nothing to one."""
 
-    def __init__(self) -> None:
+    def __init__(self, found: Found | None = None) -> None:
+        """`found`: what opening the store has found."""
+        self._found = found or Found("")
         self._results = {(op, result): 0 for op in COUNTED for result in RESULTS}
         self._db_busy = dict.fromkeys(OPERATIONS, 0)
         self._latency_buckets = {op: [0] * (len(LATENCY_BUCKETS_MS) + 1) for op in OPERATIONS}
@@ -62,6 +66,9 @@ class Metrics(Collector):
         yield busy
         yield GaugeMetricFamily("locks_held", "Leases that are good, as of the last sweep", self.locks_held)
         yield CounterMetricFamily("lock_expired", "Leases that ended by expiry", self.lock_expired)
+        unclean, lost = self._found.unclean, self._found.lost is not None
+        yield GaugeMetricFamily("lock_store_unclean", "Whether the run before this one did not end in order", unclean)
+        yield GaugeMetricFamily("lock_store_damaged", "Whether the store was damaged when it was opened", lost)
 
     def _latency(self) -> HistogramMetricFamily:
         family = HistogramMetricFamily("lock_op_latency_ms", "Time an operation took in the server", labels=["op"])

@@ -1,11 +1,10 @@
 """The lock server put together: socket, store, service, application, monitor; and taken apart in the right order.
 
-Imports everything of `server` and `_http`; a store's module only when its URL asks for it. Must never read a setting
-from anywhere but its arguments, and never install a signal handler: that is the program's business.
+Must never read a setting from anywhere but its arguments, and never install a signal handler: that is the program's
+business.
 """
 
 import asyncio
-import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Sequence
@@ -14,15 +13,23 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote
 
+from pgleaderlock._base.aio import cancel_and_wait, within
+from pgleaderlock._base.logging import get_logger
+from pgleaderlock._http.access import HostCheck, Tokens
 from pgleaderlock._http.answers import Receive, Scope, Send
-from pgleaderlock._http.bodies import Waits
-from pgleaderlock._http.hosts import HostCheck
-from pgleaderlock._http.in_flight import InFlight
 from pgleaderlock._http.openapi import Operation
-from pgleaderlock._http.serving import HttpServer, ServingLimits, Tls, address_of, check_exposure, listen
-from pgleaderlock._http.tokens import Tokens
-from pgleaderlock._logging import get_logger
+from pgleaderlock._http.server import (
+    HttpServer,
+    InFlight,
+    ServingLimits,
+    Tls,
+    Waits,
+    address_of,
+    check_exposure,
+    listen,
+)
 from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
+from pgleaderlock.server import wire
 from pgleaderlock.server.app import LockApp
 from pgleaderlock.server.description import openapi_bytes
 from pgleaderlock.server.metrics import Metrics
@@ -53,8 +60,14 @@ class ServerSettings:
     service: ServiceLimits = field(default_factory=ServiceLimits)
 
     def check(self) -> None:
-        """Raises `ConfigurationError` for what would be unsafe."""
+        """Raises `ConfigurationError` for what would be unsafe, or cannot work."""
         check_exposure(self.host, self.token_file, self.tls)
+        waiters, connections = self.service.waiters_max, self.serving.connections_max
+        if waiters >= connections:
+            raise ConfigurationError(
+                f"--max-waiters {waiters} leaves no connection of --max-connections {connections} to the holders of "
+                "locks, who have to renew and release: lower it, or raise --max-connections"
+            )
 
 
 def store_from_url(url: str, *, locks_max: int = LOCKS_MAX, waiters_max: int = WAITERS_MAX) -> Store:
@@ -65,11 +78,11 @@ def store_from_url(url: str, *, locks_max: int = LOCKS_MAX, waiters_max: int = W
             raise ConfigurationError("--store: write sqlite:///locks.db, or sqlite:////var/lib/locks.db (four slashes)")
         if rest == "/:memory:":
             raise ConfigurationError("--store: locks have to outlive the server: give a file, sqlite:///locks.db")
-        from pgleaderlock.server.store_sqlite import SqliteStore  # noqa: PLC0415 - needs apsw, which PostgreSQL does not.
+        from pgleaderlock.server.sqlite.store import SqliteStore  # noqa: PLC0415 - needs apsw, which PostgreSQL does not.
 
         return SqliteStore(unquote(rest[1:]), locks_max=locks_max, waiters_max=waiters_max)
     if separator and scheme in ("postgresql", "postgres"):
-        from pgleaderlock.server.store_postgres import PostgresStore  # noqa: PLC0415 - only where it is asked for.
+        from pgleaderlock.server.postgres.store import PostgresStore  # noqa: PLC0415 - only where it is asked for.
 
         return PostgresStore(url, locks_max=locks_max, waiters_max=waiters_max)
     # Not repeated in the message: it may be a DSN of another form, with a password in it.
@@ -113,11 +126,14 @@ class Mount(Protocol):
 class LockServer:
     """`start`, then `stop`, each once. `mount` brings what stands in front of the locks, such as a dashboard."""
 
-    def __init__(self, store: Store, settings: ServerSettings, mount: Mount | None = None) -> None:
+    def __init__(
+        self, store: Store, settings: ServerSettings, mount: Mount | None = None, *, import_go: Path | None = None
+    ) -> None:
         settings.check()
         self._store = store
         self._settings = settings
         self._mount = mount
+        self._import_go = import_go
         self._hosts = HostCheck([settings.host, *settings.allowed_hosts])
         self._tokens = Tokens(settings.token_file) if settings.token_file is not None else None
         self._log = get_logger("pgleaderlock.server")
@@ -131,6 +147,8 @@ class LockServer:
             self.url = address_of(listening, has_tokens=self._tokens is not None, tls=settings.tls)
             try:
                 await self._store.open()
+                if self._import_go is not None:
+                    await self._take_over(self._import_go)
             except StoreError as error:
                 raise ServerError(str(error)) from error
             more = await self._mount.open() if self._mount is not None else ()
@@ -142,10 +160,18 @@ class LockServer:
             await self._store.close()
             raise
 
+    async def _take_over(self, path: Path) -> None:
+        """Before anybody is served: nobody is granted a token below one of the server before."""
+        from pgleaderlock.server.sqlite.original import read_original  # noqa: PLC0415 - needs apsw, as above.
+
+        found = await asyncio.to_thread(read_original, path)
+        adopted = await self._store.adopt(found)
+        self._log.info("taken_over", file=str(path), found=len(found), adopted=adopted)
+
     def _assemble(self, listening: socket.socket, more: Sequence[Operation]) -> None:
         settings = self._settings
-        metrics = Metrics()
-        service = Service(self._store, metrics, settings.service)
+        metrics = Metrics(self._store.found)
+        service = Service(self._store, metrics, settings.service, log_operations=settings.access_log)
         waits = Waits(settings.body_timeout_s)
         locks = LockApp(
             service,
@@ -167,7 +193,10 @@ class LockServer:
                 access_log=settings.access_log,
             )
             self._apps.append(self._mount.wrap(inside))
-        self._http = HttpServer(self._apps[-1], listening, settings.serving, settings.tls, locks.at_once)
+        identity = (wire.STORE_HEADER, self._store.found.store_id.encode())
+        self._http = HttpServer(
+            self._apps[-1], listening, settings.serving, settings.tls, locks.at_once, headers=(identity,)
+        )
         self._http.start()
         self._background = [asyncio.ensure_future(service.monitor()), asyncio.ensure_future(waits.run())]
 
@@ -177,21 +206,12 @@ class LockServer:
 
     async def ended(self) -> None:
         """Returns if serving ends by itself, or one of the tasks behind it."""
-        tasks = [asyncio.ensure_future(self._http.ended()), *self._background]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                if not task.cancelled() and task.exception() is not None:
-                    self._log.error("server_failed", task.exception())
-        finally:
-            tasks[0].cancel()
+        await self._http.ended(*self._background)
 
     async def stop(self) -> None:
         """Accepts nothing more, answers what is in flight, wakes who waits, closes the store."""
         await self._http.stop(self._answered)
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await cancel_and_wait(*self._background)
         if self._mount is not None:
             await self._mount.close()
         await self._store.close()
@@ -204,9 +224,5 @@ class LockServer:
             await asyncio.sleep(_MOMENT_S / 20)
         for app in self._apps:
             app.stop()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ANSWER_S):
-                for app in self._apps:
-                    await app.in_flight.answered()
-                return
-        self._log.warning("requests_unanswered", after_s=_ANSWER_S)
+        if not await within(_ANSWER_S, asyncio.gather(*(app.in_flight.answered() for app in self._apps))):
+            self._log.warning("requests_unanswered", after_s=_ANSWER_S)

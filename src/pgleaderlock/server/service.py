@@ -1,20 +1,19 @@
-"""Between the wire and the store: who may do what to which lock, how many may wait, what is counted and what is logged.
+"""Between the wire and the store: who may use which lock, how many requests may wait, what is counted and logged.
 
-Imports `wire`, `metrics`, `store` and what `_http` shares. Must never know how a store keeps locks, and never hold a
-lock in memory: what a request is told is what the store said.
+Must never know how a store keeps locks, and never hold a lock in memory: a request is answered what the store said.
 """
 
 import asyncio
-import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pgleaderlock._base.logging import Seldom, get_logger
+from pgleaderlock._http.access import ANYONE, Caller
 from pgleaderlock._http.answers import Answer, ErrorReply, Refusal, answer_of, defect
-from pgleaderlock._http.bodies import ClientGone, stopping
-from pgleaderlock._http.tokens import Caller
-from pgleaderlock._logging import get_logger
+from pgleaderlock._http.server import Readiness, left, stopping
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.server import wire
 from pgleaderlock.server.metrics import Metrics
@@ -22,26 +21,41 @@ from pgleaderlock.server.store import (
     Acquire,
     Granted,
     Held,
+    KeyReused,
     NotReleased,
     NotRenewed,
     Operation,
     Outcome,
     Release,
+    Released,
     Renew,
+    Renewed,
+    Reply,
     Store,
     StoreBusy,
     StoreError,
     StoreFull,
 )
 
-__all__ = ["Service", "ServiceLimits"]
+__all__ = ["Asked", "Service", "ServiceLimits"]
 
 _READY_CHECK_TIMEOUT_S = 5.0
-_READY_REMEMBERED_S = 1.0
-_STORE_ERROR_LOG_INTERVAL_S = 5.0
 _RETRY_SOON = (b"retry-after", b"1")
 _RETRY_LATER = (b"retry-after", b"60")
-_FAILURES = frozenset({Held, NotRenewed, NotReleased, StoreFull})
+_REFUSED = frozenset({Held, KeyReused, NotRenewed, NotReleased, StoreFull})
+_FAILED = (Exception, KeyReused, StoreFull)
+_OUTCOMES: dict[type[Outcome], str] = {
+    Granted: "granted",
+    Held: "held",
+    KeyReused: "key_reused",
+    Renewed: "renewed",
+    NotRenewed: "not_renewed",
+    Released: "released",
+    NotReleased: "not_released",
+    StoreFull: "full",
+}
+Share = tuple[str, str]
+"""What a request that waits takes a part of: its lock, and its token."""
 _OPS: dict[type[Operation], str] = {Acquire: "acquire", Renew: "renew", Release: "release"}
 
 
@@ -49,9 +63,13 @@ _OPS: dict[type[Operation], str] = {Acquire: "acquire", Renew: "renew", Release:
 class ServiceLimits:
     waiters_max: int = 512
     """Acquires with `wait_ms` that wait at the same time."""
+    waiters_share: int | None = None
+    """How many of them may wait for one lock, and how many may come with one token; None: three quarters of all."""
     wait_ms_max: int = wire.WAIT_MS_MAX
     """A request that would wait longer is answered after this."""
     sweep_interval_s: float = 1.0
+    strict_names: bool = False
+    """Grant no lock whose name looks like another's: see `wire.misleading`."""
 
     def __post_init__(self) -> None:
         if self.wait_ms_max > wire.WAIT_MS_MAX:
@@ -60,166 +78,178 @@ class ServiceLimits:
 
 
 class Service:
-    """The operations. Each gives an `Answer`, or raises `Refusal` or `ClientGone`."""
+    """The operations. `begin` is for the three of one lock; the others give an `Answer`, or raise `Refusal`."""
 
-    def __init__(self, store: Store, metrics: Metrics, limits: ServiceLimits | None = None) -> None:
+    def __init__(
+        self, store: Store, metrics: Metrics, limits: ServiceLimits | None = None, *, log_operations: bool = False
+    ) -> None:
         self._store = store
         self._metrics = metrics
         self._limits = limits or ServiceLimits()
+        self._log_operations = log_operations
         self._log = get_logger("pgleaderlock.server")
-        self._waiters = 0
-        self._stopping = asyncio.Event()
-        self._store_error_logged_at = float("-inf")
-        self._ready: tuple[float, Refusal | None] = (float("-inf"), None)
+        most = self._limits.waiters_share
+        self._waiters_share = -(-self._limits.waiters_max * 3 // 4) if most is None else most
+        self._waiting: set[Asked] = set()
+        self._waiting_in: Counter[Share] = Counter()
+        self._stopping = False
+        # A broken disk fails every request: one line per few seconds says as much as thousands.
+        self._fail_seldom = Seldom(self._log.error)
+        self._readiness = Readiness(self._not_ready)
+
+    @property
+    def store_id(self) -> str:
+        return self._store.found.store_id
 
     def stop(self) -> None:
-        """Answers everyone who waits for a lock, and nobody waits from now on."""
-        self._stopping.set()
+        """Answers every request that waits for a lock, and lets none wait from now on."""
+        self._stopping = True
+        for asked in list(self._waiting):
+            asked.interrupt()
 
     # --- One lock
 
-    async def one(self, operation: Operation) -> Answer:
-        """An acquire that does not wait, a renewal, or a release."""
-        began = time.perf_counter()
-        outcome: Outcome | StoreError
+    def begin(
+        self, operation: Operation, wait_ms: int, told: Callable[[Answer], None], caller: Caller = ANYONE
+    ) -> "Asked":
+        """Submits an acquire, a renewal or a release. `told` is called once with the answer, before this returns or
+        later. There is no task: it would cost more than all else here."""
+        asked = Asked(self, operation, told, "acquire_wait" if wait_ms else _OPS[type(operation)])
+        if self._limits.strict_names and (refusal := _misleading(operation)) is not None:
+            told(answer_of(refusal))
+        elif not wait_ms:
+            asked.follow(self._store.submit((operation,)))
+        elif self._stopping:
+            told(answer_of(stopping()))
+        elif (crowd := self._join(asked, caller)) is not None:
+            self._metrics.count("acquire", "fail")
+            told(answer_of(Refusal(429, f"{crowd} already: come back later", _RETRY_SOON)))
+        else:
+            asked.follow(self._store.submit((operation,), min(wait_ms, self._limits.wait_ms_max)))
+        return asked
+
+    def _join(self, asked: "Asked", caller: Caller) -> str | None:
+        """Counts one more that waits, or says why there is no room for it: one lock, or one token, does not get all."""
+        asked.shares = (("lock", asked.operation.lock_name),)
+        if caller is not ANYONE:
+            asked.shares += (("token", caller.name),)
+        if len(self._waiting) >= self._limits.waiters_max:
+            return f"{len(self._waiting)} requests wait for locks"
+        for share in asked.shares:
+            if self._waiting_in[share] >= self._waiters_share:
+                return f"{self._waiting_in[share]} requests wait for this lock or with this token"
+        self._waiting.add(asked)
+        self._waiting_in.update(asked.shares)
+        return None
+
+    def _leave(self, asked: "Asked") -> None:
+        self._waiting.remove(asked)
+        for share in asked.shares:
+            self._waiting_in[share] -= 1
+            if not self._waiting_in[share]:
+                del self._waiting_in[share]
+
+    def conclude(self, asked: "Asked", outcome: Outcome | Exception) -> None:
+        """Answers, and counts after that: the client does not wait for it."""
+        if asked in self._waiting:
+            self._leave(asked)
+        latency_ms = (time.perf_counter() - asked.began) * 1000
         try:
-            outcome = (await self._store.apply((operation,)))[0]
-        except StoreError as error:
-            outcome = error
-        self.measured(operation, outcome, began)
-        return self._answer_to(operation, outcome)
+            asked.told(self._answer_to(asked.operation, outcome))
+        finally:
+            op = _OPS[type(asked.operation)]
+            self._metrics.observe(asked.measured_as, latency_ms)
+            if isinstance(outcome, StoreBusy):
+                self._metrics.count(op, "busy")
+                self._metrics.count_busy(asked.measured_as)
+            else:
+                self._count(op, outcome)
+            if self._log_operations:
+                self._log_operation(asked.operation, outcome, latency_ms)
 
-    @property
-    def can_begin(self) -> bool:
-        """Whether `begin` may be used: the store can do without a task."""
-        return self._store.submit is not None
-
-    def begin(self, operation: Operation, told: Callable[[Answer], None]) -> None:
-        """The same without a task: `told` hears the answer, now or later. A task costs more than all else here."""
-        assert self._store.submit is not None
-        self._store.submit(_Asked(self, operation, told), (operation,))
-
-    def answer_to(self, operation: Operation, outcome: Outcome | Exception) -> Answer:
-        """As `one` does, for whoever cannot be raised at."""
-        try:
-            return self._answer_to(operation, outcome)
-        except Refusal as refusal:
-            return answer_of(refusal)
-        except Exception as error:
-            return answer_of(self._defect(error))
+    def _log_operation(self, operation: Operation, outcome: Outcome | Exception, latency_ms: float) -> None:
+        """Who asked for what, and what came of it. Never a lease id: whoever knows it can act as the holder."""
+        lease = outcome if isinstance(outcome, Granted) else operation
+        self._log.info(
+            "operation",
+            op=_OPS[type(operation)],
+            lock=operation.lock_name,
+            owner=operation.owner_id,
+            fencing_token="-" if isinstance(lease, Acquire) else lease.fencing_token,
+            outcome=_outcome_word(outcome),
+            latency_ms=latency_ms,
+        )
 
     def _answer_to(self, operation: Operation, outcome: Outcome | Exception) -> Answer:
-        if not isinstance(outcome, Exception):
-            return self._answer(outcome)
-        if isinstance(outcome, StoreBusy):
-            if type(operation) is Acquire:
+        """Never raises: nobody else would answer this client."""
+        try:
+            if not isinstance(outcome, _FAILED):
+                status, reply = wire.reply_of(outcome)
+                return Answer(status, wire.encode(reply))
+            if isinstance(outcome, StoreBusy) and isinstance(operation, Acquire):
                 return Answer(409, wire.encode(wire.busy_reply(operation.lock_name)))
-            raise Refusal(503, "the store is busy: try again", _RETRY_SOON)
-        if isinstance(outcome, StoreError):
-            raise self._unavailable(outcome) from outcome
-        raise outcome
+            return answer_of(self._refusal_of(outcome, operation))
+        except Exception as error:
+            return answer_of(self._refusal_of(error, operation))
 
-    def measured(self, operation: Operation, outcome: Outcome | Exception, began: float) -> None:
-        op = _OPS[type(operation)]
-        self._metrics.observe(op, (time.perf_counter() - began) * 1000)
-        if not isinstance(outcome, Exception):
-            self._count(op, outcome)
-        elif isinstance(outcome, StoreBusy):
-            self._count_busy(op, op)
-        else:
-            self._metrics.count(op, "fail")
+    def _refusal_of(self, failure: Exception | KeyReused | StoreFull, operation: Operation) -> Refusal:
+        match failure:
+            case StoreFull():
+                return Refusal(503, self._full(failure), _RETRY_LATER)
+            case KeyReused():
+                return Refusal(422, _key_reused(failure))
+            case StoreBusy():
+                return Refusal(503, "the store is busy: try again", _RETRY_SOON)
+            case StoreError():
+                return self._unavailable(failure)
+            case Refusal():
+                return failure
+            case _:
+                self._log.error("request_failed", failure, lock=operation.lock_name)
+                return defect()
 
-    async def acquire_waiting(self, acquire: Acquire, wait_ms: int, gone: Callable[[], Awaitable[None]]) -> Answer:
-        """`gone` returns when the client has left: then its place in the queue is given up."""
-        if self._stopping.is_set():
-            raise stopping()
-        if self._waiters >= self._limits.waiters_max:
-            self._metrics.count("acquire", "fail")
-            raise Refusal(429, f"{self._waiters} requests wait for locks already: come back later", _RETRY_SOON)
-        began = time.perf_counter()
-        self._waiters += 1
-        try:
-            outcome = await self._parked(acquire, wait_ms, gone)
-        except StoreBusy:
-            self._count_busy("acquire", "acquire_wait")
-            return Answer(409, wire.encode(wire.busy_reply(acquire.lock_name)))
-        except StoreError as error:
-            self._metrics.count("acquire", "fail")
-            raise self._unavailable(error) from error
-        except (ClientGone, Refusal):
-            self._metrics.count("acquire", "fail")
-            raise
-        finally:
-            self._waiters -= 1
-            self._metrics.observe("acquire_wait", (time.perf_counter() - began) * 1000)
-        self._count("acquire", outcome)
-        return self._answer(outcome)
-
-    async def _parked(self, acquire: Acquire, wait_ms: int, gone: Callable[[], Awaitable[None]]) -> Outcome:
-        waiting = asyncio.ensure_future(self._store.wait(acquire, min(wait_ms, self._limits.wait_ms_max)))
-        leaving = asyncio.ensure_future(_call(gone))
-        ending = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait({waiting, leaving, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not waiting.done():
-                waiting.cancel()
-                await asyncio.wait({waiting})
-            if leaving.done():
-                await self._give_back(acquire, waiting)
-                raise ClientGone
-            if waiting.cancelled():
-                raise stopping()
-            return waiting.result()
-        finally:
-            for task in (waiting, leaving, ending):
-                task.cancel()
-
-    async def _give_back(self, acquire: Acquire, waiting: "asyncio.Task[Granted | Held | StoreFull]") -> None:
-        """A lease that was granted to a client that had just left. With a key it may come back for it; without, nobody
-        knows the lease, and the lock would be taken for nothing."""
-        if waiting.cancelled() or waiting.exception() is not None or acquire.idempotency_key is not None:
-            return
-        outcome = waiting.result()
-        if isinstance(outcome, Granted):
-            release = Release(outcome.lock_name, outcome.owner_id, outcome.lease_id, outcome.fencing_token)
-            with contextlib.suppress(StoreError):  # it expires in any case
-                await self._store.apply([release])
-
-    def _answer(self, outcome: Outcome) -> Answer:
-        if isinstance(outcome, StoreFull):
-            raise Refusal(503, self._full(outcome), _RETRY_LATER)
-        status, reply = wire.reply_of(outcome)
-        return Answer(status, wire.encode(reply))
+    def give_back(self, granted: Granted) -> None:
+        """Releases a lease that was granted to a client that had just left."""
+        release = Release(granted.lock_name, granted.owner_id, granted.lease_id, granted.fencing_token)
+        # A failure is not reported: the lease expires in any case.
+        self._store.submit((release,)).add_done_callback(lambda reply: reply.cancelled() or reply.exception())
 
     # --- Many at once
 
     async def batch(self, caller: Caller, items: Sequence[wire.BatchOperation]) -> Answer:
-        """One transaction of all that this caller may do; the others have a 403 of their own."""
-        allowed = [item for item in items if caller.may_use(item.lock_name)]
+        """One transaction of the operations that this caller may do; each of the others has a refusal of its own."""
+        operations = [wire.operation_of(item) for item in items]
+        refusals = [self._refusal_to(caller, operation) for operation in operations]
+        allowed = [each for each, refusal in zip(operations, refusals, strict=True) if refusal is None]
         began = time.perf_counter()
         try:
-            outcomes = await self._store.apply([wire.operation_of(item) for item in allowed]) if allowed else []
+            outcomes = await self._store.submit(allowed) if allowed else []
         except StoreBusy:
-            for item in allowed:
-                self._metrics.count(_op_of(item), "busy")
+            for operation in allowed:
+                self._metrics.count(_OPS[type(operation)], "busy")
             self._metrics.count_busy("batch")
             raise Refusal(503, "the store is busy: nothing was done, try again", _RETRY_SOON) from None
         except StoreError as error:
-            for item in allowed:
-                self._metrics.count(_op_of(item), "fail")
+            for operation in allowed:
+                self._metrics.count(_OPS[type(operation)], "fail")
             raise self._unavailable(error) from error
         finally:
             self._metrics.observe("batch", (time.perf_counter() - began) * 1000)
         results = []
         in_order = iter(outcomes)
-        for item in items:
-            if not caller.may_use(item.lock_name):
-                results.append(wire.BatchResult(403, ErrorReply(_not_allowed(caller))))
+        latency_ms = (time.perf_counter() - began) * 1000
+        for operation, refusal in zip(operations, refusals, strict=True):
+            if refusal is not None:
+                results.append(wire.BatchResult(refusal.status, ErrorReply(refusal.error)))
                 continue
             outcome = next(in_order)
-            self._count(_op_of(item), outcome)
+            self._count(_OPS[type(operation)], outcome)
+            if self._log_operations:
+                self._log_operation(operation, outcome, latency_ms)
             if isinstance(outcome, StoreFull):
                 results.append(wire.BatchResult(503, ErrorReply(self._full(outcome))))
+            elif isinstance(outcome, KeyReused):
+                results.append(wire.BatchResult(422, ErrorReply(_key_reused(outcome))))
             else:
                 results.append(wire.BatchResult(*wire.reply_of(outcome)))
         return Answer(200, wire.encode(wire.BatchReply(results)))
@@ -267,21 +297,23 @@ class Service:
             self._metrics.observe(op, (time.perf_counter() - began) * 1000)
 
     async def check_ready(self) -> None:
-        """Raises `Refusal` 503 unless an acquire would work. Everybody may ask, so the store is asked once a
-        second at most."""
-        if self._stopping.is_set():
+        """Raises `Refusal` 503 unless an acquire would work."""
+        if self._stopping:
             raise stopping()
-        checked_at, refusal = self._ready
-        if time.monotonic() - checked_at > _READY_REMEMBERED_S:
-            refusal = None
-            try:
-                async with asyncio.timeout(_READY_CHECK_TIMEOUT_S):
-                    await self._store.check()
-            except (StoreError, TimeoutError) as error:
-                refusal = self._unavailable(error)
-            self._ready = (time.monotonic(), refusal)
-        if refusal is not None:
-            raise Refusal(refusal.status, refusal.error, *refusal.headers)
+        await self._readiness.check()
+
+    async def _not_ready(self) -> Refusal | None:
+        try:
+            async with asyncio.timeout(_READY_CHECK_TIMEOUT_S):
+                await self._store.check()
+        except (StoreError, TimeoutError) as error:
+            return self._unavailable(error)
+        return None
+
+    def _refusal_to(self, caller: Caller, operation: Operation) -> Refusal | None:
+        if not caller.may_use(operation.lock_name):
+            return Refusal(403, _not_allowed(caller))
+        return _misleading(operation) if self._limits.strict_names else None
 
     def check_allowed(self, caller: Caller, lock_name: str) -> None:
         if not caller.may_use(lock_name):
@@ -307,18 +339,12 @@ class Service:
 
     # --- Counting and saying
 
-    def _count(self, op: str, outcome: Outcome) -> None:
-        self._metrics.count(op, "fail" if type(outcome) in _FAILURES else "success")
-
-    def _count_busy(self, op: str, measured_as: str) -> None:
-        self._metrics.count(op, "busy")
-        self._metrics.count_busy(measured_as)
-
-    def _defect(self, error: Exception) -> Refusal:
-        self._log.error("request_failed", error)
-        return defect()
+    def _count(self, op: str, outcome: Outcome | Exception) -> None:
+        failed = type(outcome) in _REFUSED or isinstance(outcome, Exception)
+        self._metrics.count(op, "fail" if failed else "success")
 
     def _unavailable(self, error: Exception) -> Refusal:
+        self._readiness.doubt()
         self._log_store_failure(str(error) or type(error).__name__)
         return Refusal(503, "the store cannot be used now: the server's log says why", _RETRY_SOON)
 
@@ -328,52 +354,86 @@ class Service:
         return text
 
     def _log_store_failure(self, text: str) -> None:
-        # A broken disk fails every request: one line every few seconds says as much as thousands.
-        now = time.monotonic()
-        if now - self._store_error_logged_at >= _STORE_ERROR_LOG_INTERVAL_S:
-            self._store_error_logged_at = now
-            self._log.error("store_failed", error=text)
+        self._fail_seldom("store_failed", error=text)
 
 
-class _Asked:
-    """One operation on its way: what the store takes for a future."""
+class Asked:
+    """One operation from its submission to its answer."""
 
-    __slots__ = ("_began", "_operation", "_service", "_told")
+    __slots__ = ("_client_left", "_reply", "_service", "began", "measured_as", "operation", "shares", "told")
 
-    def __init__(self, service: Service, operation: Operation, told: Callable[[Answer], None]) -> None:
+    def __init__(
+        self, service: Service, operation: Operation, told: Callable[[Answer], None], measured_as: str
+    ) -> None:
         self._service = service
-        self._operation = operation
-        self._told = told
-        self._began = time.perf_counter()
+        self.operation = operation
+        self.told = told
+        self.measured_as = measured_as
+        self.began = time.perf_counter()
+        self.shares: tuple[Share, ...] = ()
+        self._reply: Reply | None = None
+        self._client_left = False
 
-    def done(self) -> bool:
-        return False
+    def follow(self, reply: Reply) -> None:
+        if reply.done():
+            self._conclude(reply)
+        else:
+            self._reply = reply
+            reply.add_done_callback(self._conclude)
 
-    def cancelled(self) -> bool:
-        return False
+    def interrupt(self) -> None:
+        """At a stop. A lease that has been granted by now is still answered."""
+        if self._reply is not None:
+            self._reply.cancel()
 
-    def set_result(self, outcomes: Sequence[Outcome]) -> None:
-        self._conclude(outcomes[0])
+    def client_left(self) -> None:
+        """Gives up the place in the queue. An operation that does not wait is carried out."""
+        if self.measured_as == "acquire_wait":
+            self._client_left = True
+            self.interrupt()
 
-    def set_exception(self, error: Exception) -> None:
-        self._conclude(error)
+    def _conclude(self, reply: Reply) -> None:
+        self._service.conclude(self, self._outcome(reply))
 
-    def _conclude(self, outcome: Outcome | Exception) -> None:
-        service, operation = self._service, self._operation
-        try:
-            self._told(service.answer_to(operation, outcome))
-        finally:  # what is counted waits until it has been told
-            service.measured(operation, outcome, self._began)
+    def _outcome(self, reply: Reply) -> Outcome | Exception:
+        if reply.cancelled():
+            return left() if self._client_left else stopping()
+        error = reply.exception()
+        if error is not None:
+            return error if isinstance(error, Exception) else StoreError(repr(error))
+        outcome = reply.result()[0]
+        if not self._client_left:
+            return outcome
+        if isinstance(outcome, Granted) and not self._may_come_back:
+            self._service.give_back(outcome)
+        return left()
+
+    @property
+    def _may_come_back(self) -> bool:
+        """With an idempotency key the client may ask for its lease again. Without one, nobody knows the lease."""
+        return isinstance(self.operation, Acquire) and self.operation.idempotency_key is not None
 
 
-async def _call(gone: Callable[[], Awaitable[None]]) -> None:
-    await gone()
+def _misleading(operation: Operation) -> Refusal | None:
+    """Only an acquire is refused: a lease that exists can be renewed and released."""
+    text = wire.misleading(operation.lock_name) if isinstance(operation, Acquire) else None
+    return None if text is None else Refusal(400, text)
 
 
-def _op_of(item: wire.BatchOperation) -> str:
-    if isinstance(item, wire.BatchAcquire):
-        return "acquire"
-    return "release" if isinstance(item, wire.BatchRelease) else "renew"
+def _outcome_word(outcome: Outcome | Exception) -> str:
+    if isinstance(outcome, Granted) and outcome.replayed:
+        return "replayed"
+    if isinstance(outcome, StoreBusy):
+        return "busy"
+    return "failed" if isinstance(outcome, Exception) else _OUTCOMES[type(outcome)]
+
+
+def _key_reused(outcome: KeyReused) -> str:
+    """Names no lock and no owner: this client may not be allowed to know them."""
+    return (
+        f"this Idempotency-Key belongs to a lease that was asked for with another {outcome.field}: "
+        "a new request needs a new key"
+    )
 
 
 def _not_allowed(caller: Caller) -> str:

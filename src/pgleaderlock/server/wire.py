@@ -1,16 +1,18 @@
 """The JSON of the lock server: what may be asked, what is answered, and where each is checked.
 
 The structs are the one place that says what is valid: requests are decoded into them, replies are encoded from them,
-the OpenAPI document is generated from them. Unknown fields are refused. An integer may be written as 5713.0: to JSON
-Schema that is an integer.
+the OpenAPI document is generated from them. Unknown fields are refused, and so is a field that is given twice. An
+integer may be written as 5713.0: to JSON Schema that is an integer.
 
-Imports msgspec, `_http.answers` and the store's types. Must never wait, and never see a socket.
+Must never wait, never see a socket, and never run Python code for each element of a body: a hostile body of 2 MiB would
+hold the event loop for seconds.
 """
 
 import random
 import re
 import time
-from typing import Annotated, Any, Literal, TypeVar
+import unicodedata
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import msgspec
@@ -39,6 +41,8 @@ __all__ = [
     "LIST_LIMIT_MAX",
     "NAME_CHARS_MAX",
     "NAME_PATTERN",
+    "STORE_HEADER",
+    "STRINGS_MAX",
     "WAIT_MS_MAX",
     "AcquireRefused",
     "AcquireReply",
@@ -61,15 +65,19 @@ __all__ = [
     "busy_reply",
     "checked_name",
     "decode",
+    "decoder",
     "encode",
     "idempotency_key_of",
     "lock_name_of",
     "lock_reply",
+    "misleading",
     "operation_of",
     "recommended_retry_ms",
     "reply_of",
 ]
 
+STORE_HEADER = b"x-lock-store"
+"""On every answer: which store the server has. On a request: which one it is meant for."""
 NAME_CHARS_MAX = 200
 TTL_MS_MAX = 600_000
 WAIT_MS_MAX = 60_000
@@ -77,6 +85,12 @@ BATCH_MAX = 500
 LIST_LIMIT_MAX = 1_000
 LIST_LIMIT_DEFAULT = 100
 TOKEN_MAX = 2**63 - 1
+STRINGS_MAX = 1 + BATCH_MAX * 10
+"""How many strings, names of fields among them, a body can have: "operations", and ten per renewal."""
+OBJECT_BYTES_MAX = 16 * 1024
+"""How long a body may be for each object in it. Three names of 200 characters, all of them escaped, have 7 KiB."""
+ERROR_CHARS_MAX = 300
+"""How much of the decoder's own words is repeated: they quote the body, which may be long."""
 
 # No control characters and no line separators. What is published is a regular expression of ECMAScript; in Python `$`
 # would also match in front of a last line feed.
@@ -98,7 +112,7 @@ Wait = Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)]
 Token = Annotated[int, Meta(ge=1, le=TOKEN_MAX)]
 Key = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern=_exact(IDEMPOTENCY_KEY_PATTERN))]
 
-# --- Requests
+# --- Requests. Each knows how many strings its JSON has: the names of its fields, and its texts.
 
 
 class AcquireRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -106,7 +120,11 @@ class AcquireRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_field
 
     owner_id: Name
     ttl_ms: Ttl
-    wait_ms: Wait = 0
+    wait_ms: Annotated[Wait | msgspec.UnsetType, Meta(extra_json_schema={"default": 0})] = msgspec.UNSET
+
+    @property
+    def strings(self) -> int:
+        return 3 if self.wait_ms is msgspec.UNSET else 4
 
 
 class RenewRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -117,22 +135,42 @@ class RenewRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=
     fencing_token: Token
     extend_by_ms: Ttl
 
+    @property
+    def strings(self) -> int:
+        return 6
+
 
 class ReleaseRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     owner_id: Name
     lease_id: Name
     fencing_token: Token
 
+    @property
+    def strings(self) -> int:
+        return 5
+
 
 class BreakRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """An empty object: the path says which lock, the token who."""
+
+    @property
+    def strings(self) -> int:
+        return 0
 
 
 class BatchAcquire(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="op", tag="acquire"):
     lock_name: Name
     owner_id: Name
     ttl_ms: Ttl
-    idempotency_key: Key | None = None
+    idempotency_key: Annotated[Key | msgspec.UnsetType | None, Meta(extra_json_schema={"default": None})] = (
+        msgspec.UNSET
+    )
+
+    @property
+    def strings(self) -> int:
+        if self.idempotency_key is msgspec.UNSET:
+            return 7
+        return 8 if self.idempotency_key is None else 9
 
 
 class BatchRenew(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="op", tag="renew"):
@@ -142,12 +180,20 @@ class BatchRenew(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=Tr
     fencing_token: Token
     extend_by_ms: Ttl
 
+    @property
+    def strings(self) -> int:
+        return 10
+
 
 class BatchRelease(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True, tag_field="op", tag="release"):
     lock_name: Name
     owner_id: Name
     lease_id: Name
     fencing_token: Token
+
+    @property
+    def strings(self) -> int:
+        return 9
 
 
 BatchOperation = BatchAcquire | BatchRenew | BatchRelease
@@ -158,17 +204,25 @@ class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     operations: Annotated[list[BatchOperation], Meta(min_length=1, max_length=BATCH_MAX)]
 
+    @property
+    def strings(self) -> int:
+        return 1 + sum([item.strings for item in self.operations])
+
 
 # --- Replies
 
 
 class AcquireReply(msgspec.Struct, frozen=True, gc=False):
+    """`ttl_ms`: what was granted. `remaining_ms`: what is left of it now, which differs when `replayed`."""
+
     acquired: bool
     lock_name: str
     owner_id: str
     lease_id: str
     fencing_token: int
     lease_expiry_ms: int
+    ttl_ms: int
+    remaining_ms: int
     waited_ms: int
     replayed: bool
 
@@ -187,6 +241,8 @@ class AcquireRefused(msgspec.Struct, frozen=True, gc=False):
 class RenewReply(msgspec.Struct, frozen=True, gc=False):
     renewed: bool
     lease_expiry_ms: int
+    ttl_ms: int
+    remaining_ms: int
 
 
 class RenewRefused(msgspec.Struct, frozen=True, gc=False):
@@ -250,34 +306,49 @@ class StatusReply(msgspec.Struct, frozen=True):
 
 encode = msgspec.json.Encoder().encode
 
+
+class _Request(Protocol):
+    @property
+    def strings(self) -> int: ...
+
+
 _T = TypeVar("_T")
+_R = TypeVar("_R", bound=_Request)
 _REGEX_IN_MESSAGE = re.compile(r"matching regex '.*?'(?= - at|$)")
 
 
-def decode(decoder: "msgspec.json.Decoder[_T]", body: bytes | bytearray) -> _T:
-    """The request in `body`. Raises `Refusal` 400 that says which field is wrong."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        if "got `float`" not in str(error):
-            raise _malformed(error) from None
-    except (ValueError, RecursionError) as error:  # msgspec's DecodeError and UnicodeDecodeError are ValueErrors
-        raise _malformed(error) from None
-    try:
-        return msgspec.convert(_with_integers(msgspec.json.decode(body)), decoder.type)
-    except (ValueError, RecursionError) as error:
-        raise _malformed(error) from None
+def decoder(of: type[_T]) -> "msgspec.json.Decoder[_T]":
+    """For `decode`. Not strict: that is how msgspec takes 5713.0 for an integer. It would take "5713" as well, which
+    `decode` notices: it is a string too many."""
+    return msgspec.json.Decoder(of, strict=False)
 
 
-def _with_integers(value: Any) -> Any:
-    """No field of ours is a float: each that stands for an integer becomes one."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {key: _with_integers(member) for key, member in value.items()}
-    if isinstance(value, list):
-        return [_with_integers(member) for member in value]
-    return value
+def decode(decoder: "msgspec.json.Decoder[_R]", body: bytes | bytearray) -> _R:
+    """The request in `body`. Raises `Refusal` 400 that says which field is wrong.
+
+    Length and strings are what makes decoding expensive, so both are bounded before. Counted again, the strings say
+    whether a field was given twice, which msgspec does not notice."""
+    if len(body) > OBJECT_BYTES_MAX and len(body) > OBJECT_BYTES_MAX * body.count(b"{"):
+        raise Refusal(400, f"the body has more than {OBJECT_BYTES_MAX} bytes for each operation in it")
+    quotes = _string_quotes(body)
+    if quotes > 2 * STRINGS_MAX:
+        raise Refusal(400, f"the body has more strings than {BATCH_MAX} operations have")
+    try:
+        asked = decoder.decode(body)
+    except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+        raise _malformed(error) from None
+    if quotes != 2 * asked.strings:
+        raise Refusal(400, "a field is given twice, or a number is written as a text")
+    return asked
+
+
+def _string_quotes(body: bytes | bytearray) -> int:
+    """The quotes around strings. Exact for JSON, and for what of any body the decoder would read: it stops at a
+    backslash that is outside of a string."""
+    if b"\\" not in body:
+        return body.count(b'"')
+    unescaped = body.replace(b"\\\\", b"..")
+    return unescaped.count(b'"') - unescaped.count(b'\\"')
 
 
 def _malformed(error: Exception) -> Refusal:
@@ -285,7 +356,10 @@ def _malformed(error: Exception) -> Refusal:
         return Refusal(400, "the body is not UTF-8")
     if isinstance(error, RecursionError):
         return Refusal(400, "the body is nested too deeply")
-    return Refusal(400, _REGEX_IN_MESSAGE.sub(f"of {_NAME_RULE}", str(error)))
+    text = str(error)
+    if len(text) > ERROR_CHARS_MAX:
+        text = f"{text[: ERROR_CHARS_MAX // 2]} … {text[-ERROR_CHARS_MAX // 2 :]}"
+    return Refusal(400, _REGEX_IN_MESSAGE.sub(f"of {_NAME_RULE}", text))
 
 
 def lock_name_of(segment: bytes) -> str:
@@ -307,6 +381,17 @@ def checked_name(name: str) -> str:
     return name
 
 
+def misleading(name: str) -> str | None:
+    """Why a name could be taken for another one that looks the same, or None."""
+    if name.isascii() and name[0] != " " and name[-1] != " ":
+        return None
+    if name != name.strip():
+        return "this server is strict about names (--strict-names): this one begins or ends with a blank"
+    if not unicodedata.is_normalized("NFC", name):
+        return "this server is strict about names (--strict-names): this one is not in Unicode's normal form NFC"
+    return None
+
+
 def idempotency_key_of(header: bytes | None) -> str | None:
     if header is None:
         return None
@@ -318,7 +403,7 @@ def idempotency_key_of(header: bytes | None) -> str | None:
 def operation_of(item: BatchOperation) -> Operation:
     """What a batch's item asks of the store."""
     if isinstance(item, BatchAcquire):
-        return Acquire(item.lock_name, item.owner_id, item.ttl_ms, item.idempotency_key)
+        return Acquire(item.lock_name, item.owner_id, item.ttl_ms, item.idempotency_key or None)
     if isinstance(item, BatchRenew):
         return Renew(item.lock_name, item.owner_id, item.lease_id, item.fencing_token, item.extend_by_ms)
     return Release(item.lock_name, item.owner_id, item.lease_id, item.fencing_token)
@@ -326,18 +411,19 @@ def operation_of(item: BatchOperation) -> Operation:
 
 RETRY_MS_MIN = 10
 RETRY_MS_SPREAD_MIN = 50
-RETRY_MS_TARGET_MAX = 2_000
+RETRY_MS_TARGET_MAX = 400
 
 
 def recommended_retry_ms(remaining_ms: int) -> int:
-    """When to come back: when the lease runs out if that is near, within 3 s in any case (it may be released before),
-    and spread, so that those who were refused together do not come back together."""
+    """When to come back: when the lease runs out if that is near, and within 0.6 s in any case, because most leases are
+    released before. On average a lock stays free for half of this. Spread, so that those who were refused together do
+    not come back together."""
     target = min(max(remaining_ms, 0), RETRY_MS_TARGET_MAX)
     return max(RETRY_MS_MIN, target + int(random.random() * max(RETRY_MS_SPREAD_MIN, target / 2)))
 
 
 def reply_of(outcome: Outcome) -> tuple[int, msgspec.Struct]:
-    """Status and body of an outcome. `StoreFull` is not one of them: it is a refusal of the service's."""
+    """Status and body of an outcome. `StoreFull` and `KeyReused` are not among them: they are refusals."""
     match outcome:
         case Granted():
             return 200, AcquireReply(
@@ -347,6 +433,8 @@ def reply_of(outcome: Outcome) -> tuple[int, msgspec.Struct]:
                 outcome.lease_id,
                 outcome.fencing_token,
                 outcome.lease_expiry_ms,
+                outcome.ttl_ms,
+                outcome.remaining_ms,
                 outcome.waited_ms,
                 outcome.replayed,
             )
@@ -356,7 +444,7 @@ def reply_of(outcome: Outcome) -> tuple[int, msgspec.Struct]:
                 False, outcome.lock_name, outcome.current_owner_id, outcome.current_expiry_ms, retry_ms, "HELD"
             )
         case Renewed():
-            return 200, RenewReply(True, outcome.lease_expiry_ms)
+            return 200, RenewReply(True, outcome.lease_expiry_ms, outcome.ttl_ms, outcome.ttl_ms)
         case NotRenewed():
             return 409, RenewRefused(False, "NOT_OWNER_OR_EXPIRED")
         case Released():

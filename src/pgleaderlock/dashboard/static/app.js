@@ -1,6 +1,7 @@
 // Begins what the page is about. Without it every page still shows what there was when it was loaded.
 
-import { localTimes } from "./core.js";
+import { colourRows } from "./colours.js";
+import { byId, localTimes } from "./core.js";
 import * as events from "./events.js";
 import * as history from "./history.js";
 import * as leaders from "./leaders.js";
@@ -9,4 +10,5 @@ import * as nodes from "./nodes.js";
 
 document.body.dataset.live = "begins";
 localTimes();
-({ events, history, leaders, locks, nodes })[document.body.dataset.page]?.start();
+const incidents = { start: () => colourRows(byId("incidents")) }; // which show the moment when they were loaded
+({ events, history, incidents, leaders, locks, nodes })[document.body.dataset.page]?.start();

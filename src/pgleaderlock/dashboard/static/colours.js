@@ -1,4 +1,4 @@
-// One colour a node, the same wherever it appears. From its name, so that it is the same tomorrow; two nodes that would
+// One colour per node, the same wherever it appears. From its name, so that it is the same tomorrow; two nodes that would
 // share one get different ones as long as there are enough. The hues differ in brightness too, for eyes that do not
 // tell them apart, and wherever there is room the name stands beside the colour.
 
@@ -24,7 +24,14 @@ export function colourOf(node) {
   return given.get(node);
 }
 
-// In the order of their names, so that the same nodes get the same colours whoever appears first.
+// The nodes of a table that the server has filled.
+export function colourRows(table) {
+  const nodes = [...table.querySelectorAll(".node")];
+  colourAll(new Set(nodes.map((node) => node.textContent)));
+  for (const node of nodes) node.classList.add(`n${colourOf(node.textContent)}`);
+}
+
+// In the order of their names, so that the same nodes get the same colours in whichever order they appear.
 export function colourAll(nodes) {
   [...nodes].sort().forEach(colourOf);
 }

@@ -25,14 +25,10 @@ export function setAttribute(element, name, value) {
   if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }
 
-// A name of somebody's choosing keeps its own direction of writing.
+// A name keeps its own direction of writing.
 export const isolated = (name, attributes = {}) => h("bdi", { title: name, ...attributes }, String(name));
 
-export const roleLink = (role) => h("a", { href: `/history?role=${encodeURIComponent(role)}` }, isolated(role));
-
-export const badge = (word) => h("span", { class: "badge", "data-kind": word }, String(word).replaceAll("_", " "));
-
-// --- Words. The pages that the server makes say the same (`_page_html.py`).
+// --- Words. The pages that the server makes say the same (`pages.py`).
 
 export function duration(ms) {
   if (ms === null || ms === undefined) return DASH;
@@ -71,32 +67,32 @@ export function dateText(ms) {
 
 export const momentText = (ms) => `${dateText(ms)} ${clockText(ms)}`;
 
-function timeElement(ms, kind) {
-  if (ms === null || ms === undefined) return document.createTextNode(DASH);
+// Makes a <time> show a moment: `kind` is `moment` (date and time of day) or `clock` (time of day).
+export function writeTime(element, ms, kind) {
   const iso = new Date(ms).toISOString();
+  for (const [name, value] of [["datetime", iso], ["title", iso], ["data-time", kind]]) element.setAttribute(name, value);
   const date = kind === "moment" ? [h("span", { class: "date" }, dateText(ms)), " "] : [];
-  return h("time", { datetime: iso, title: iso, "data-time": kind }, ...date, clockText(ms));
+  element.replaceChildren(...date, clockText(ms));
 }
 
-export const moment = (ms) => timeElement(ms, "moment");
-export const clock = (ms) => timeElement(ms, "clock");
-
-// The server wrote UTC; whoever reads it looks at a clock on a wall.
+// The server wrote UTC; the reader looks at a clock on a wall.
 export function localTimes() {
   for (const element of document.querySelectorAll("time[data-time]")) {
-    element.replaceWith(timeElement(Date.parse(element.dateTime), element.dataset.time));
+    writeTime(element, Date.parse(element.dateTime), element.dataset.time);
   }
   const zone = Intl.DateTimeFormat().resolvedOptions().timeZone;
   setText(byId("times"), `Times are in ${zone}. Point at one for the exact moment, in UTC.`);
 }
 
-// --- The server's clock: ours may be wrong, and ages are to be those that the server sees.
-
-// An answer is a little old when it comes, so the furthest ahead is the nearest to the truth.
+// --- The server's clock: the browser's may be wrong, and ages are those that the server sees. An answer is a little old
+// when it comes, so the furthest ahead is the nearest to the truth.
 
 let skewMs = null;
 
 export const now = () => Date.now() + (skewMs ?? 0);
+
+// Before the first answer ages are those that the server wrote.
+export const knowsNow = () => skewMs !== null;
 
 export function setNow(serverMs) {
   if (!Number.isFinite(serverMs)) return;
@@ -108,7 +104,7 @@ export function setNow(serverMs) {
 
 const EXACT = new Set(["epoch", "fencing_token"]);
 
-// Epochs and tokens may be larger than what a number of JavaScript tells apart: those are kept as they were written.
+// Epochs and tokens may be larger than the integers that JavaScript tells apart: those are kept as they were written.
 export function parsed(text) {
   try {
     return JSON.parse(text, (key, value, context) =>
@@ -118,7 +114,7 @@ export function parsed(text) {
   }
 }
 
-export class Failure extends Error {
+class Failure extends Error {
   constructor(status, text) {
     super(text);
     this.status = status;
@@ -145,24 +141,33 @@ export async function ask(path, fields = {}, signal = undefined) {
   return body;
 }
 
+// Every page of a list, up to a bound; the rest of the answer is that of the last page.
+export async function askAll(path, list, max, fields = {}) {
+  const found = [];
+  let page;
+  do {
+    page = await ask(path, { ...fields, cursor: page?.next_cursor });
+    found.push(...page[list]);
+  } while (page.next_cursor && found.length < max);
+  return { ...page, [list]: found };
+}
+
 // Terms are asked for by query: in a path, a role called `..` would be the folder above.
 export const askTerms = (role, fields) => ask("/v1/leaders/terms", { role, ...fields });
 
-// The session has ended: the server's own page says so.
+// The login has ended: the server's own page says so, and leads back here.
 export function signIn() {
-  location.assign("/sign-in");
+  const here = location.pathname + location.search;
+  location.assign(here === "/" ? "/sign-in" : `/sign-in?to=${encodeURIComponent(here)}`);
 }
 
-// What a field filters by. Until somebody types it is what the address says: a field drops line feeds, and we the blanks.
-export function filterOf(field) {
-  let exact = new URLSearchParams(location.search).get(field.name);
-  field.addEventListener("input", () => {
-    exact = null;
-  });
-  return () => exact ?? field.value.trim();
+// Why nothing is shown, and what to do next; the page has both texts.
+export function sayNothing(filtered) {
+  const nothing = byId("nothing");
+  setText(nothing, filtered ? nothing.dataset.filtered : nothing.dataset.empty);
 }
 
-// However often it is asked for: one that runs, and at most one that waits for it.
+// Runs one call at a time, and however often it is asked for meanwhile, one more afterwards.
 export function oneAtATime(call) {
   let runs = false;
   let again = false;
@@ -180,7 +185,7 @@ export function oneAtATime(call) {
   return run;
 }
 
-// When nobody has asked for a while.
+// Calls when it has not been asked for a while.
 export function later(delayMs, call) {
   let timer = 0;
   return (...given) => {
@@ -189,7 +194,7 @@ export function later(delayMs, call) {
   };
 }
 
-// At most once in a while, however often it is asked for.
+// Calls at most once in a while, however often it is asked.
 export function soon(delayMs, call) {
   let timer = 0;
   return () => {
@@ -200,7 +205,7 @@ export function soon(delayMs, call) {
   };
 }
 
-// Every so often, while somebody looks.
+// Calls every so often, while the page is visible.
 export function whileVisible(intervalMs, call) {
   setInterval(() => document.hidden || call(), intervalMs);
 }

@@ -1,43 +1,21 @@
 // The page of the history: every term of one role, or the latest of those roles that changed last.
 
-import { ask, askTerms, badge, byId, duration, filterOf, h, later, localTimes, moment, now, number, plural, roleLink, setText, soon } from "./core.js";
+import { ask, askAll, askTerms, byId, duration, h, localTimes, now, number, plural, setText, soon } from "./core.js";
 import { Mark, Stream, asking } from "./live.js";
-import { cell, nodeElement } from "./nodes.js";
-import { colourAll } from "./colours.js";
+import { filled, offerMore, swap } from "./rows.js";
+import { asked, filters, suggest } from "./filters.js";
 
+const ROLES_MAX = 20_000;
 const ROLES_AT_ONCE = 24;
 const TERMS_EACH = 20;
 const PAGE = 200;
 const ROWS_MAX = 1000; // in the document
 const TERMS_MAX = 10_000; // in the file
-const SUGGESTED_MAX = 500;
 const ASKING_MAX = 4;
-const HEADINGS = ["Role", "Epoch", "Node", "Began", "Ended", "Lasted", "Why it ended", "Nobody led before"];
-const KINDS = ["name role", "num", "name node", "when", "when", "num", "why", "num"];
 
-// The roles and nodes that there are, for the fields that filter by them.
-export async function suggest() {
-  const { leaders } = await ask("/v1/leaders", { limit: SUGGESTED_MAX }).catch(() => ({ leaders: [] }));
-  const { nodes } = await ask("/v1/nodes").catch(() => ({ nodes: [] }));
-  const options = (names) => [...new Set(names)].sort().map((name) => h("option", { value: name }));
-  byId("list-of-roles").replaceChildren(...options(leaders.map((row) => row.role)));
-  byId("list-of-nodes").replaceChildren(...options(nodes.map((node) => node.node_id)));
-  colourAll(nodes.map((node) => node.node_id));
-}
+const lastedMs = (term) => (term.ended_ms ?? Math.round(now())) - term.began_ms;
 
-function row(term) {
-  const content = [
-    roleLink(term.role),
-    number(term.epoch),
-    nodeElement(term.node_id),
-    moment(term.began_ms),
-    term.ended_ms === null ? h("span", { class: "leads" }, "leads") : moment(term.ended_ms),
-    duration((term.ended_ms ?? now()) - term.began_ms),
-    term.reason === null ? "" : badge(term.reason),
-    term.gap_ms === null ? "" : duration(term.gap_ms),
-  ];
-  return h("tr", {}, ...content.map((each, i) => cell(KINDS[i], HEADINGS[i], each)));
-}
+const row = (term) => filled({ ...term, key: `${term.role}\n${term.epoch}`, lasted_ms: lastedMs(term) }, now());
 
 // A few at a time, in the order given.
 async function each(list, call) {
@@ -59,67 +37,68 @@ const termsOf = async (role, fields) => {
 };
 
 export function start() {
-  const table = byId("terms");
+  const body = byId("terms").tBodies[0];
   const mark = new Mark();
-  const [roleField, nodeField] = [byId("find-role"), byId("find-node")];
   let terms = []; // what is shown, and a little more: the filter by node leaves some out
   let role = null; // if it is about one
   let cursor = null;
   let scope = "";
   let extended = false;
 
-  const [roleWanted, nodeWanted] = [filterOf(roleField), filterOf(nodeField)];
-  const wanted = () => terms.filter((term) => !nodeWanted() || term.node_id === nodeWanted());
+  const reload = asking(mark, load);
+  const filter = filters(reload);
+  // The server has found terms of it, though the list of roles may leave it out: it was forgotten.
+  const served = body.rows.length && !byId("changes") ? filter().role : null;
+
+  function inTime() {
+    const { from_ms, to_ms } = asked(filter());
+    return { from_ms, to_ms };
+  }
+
+  function wanted() {
+    const { node } = filter();
+    return node ? terms.filter((term) => term.node_id === node) : terms;
+  }
 
   function draw() {
     const shown = wanted();
-    const head = h("tr", {}, ...HEADINGS.map((text, i) => h("th", { scope: "col", class: KINDS[i] }, text)));
-    table.tHead.replaceChildren(head);
-    table.tBodies[0].replaceChildren(...shown.slice(0, ROWS_MAX).map(row));
+    byId("changes")?.parentElement.remove(); // what the server shows of all roles
+    byId("terms").parentElement.hidden = false;
+    swap(body, shown.slice(0, ROWS_MAX).map(row));
     byId("nothing").hidden = shown.length > 0;
-    byId("more")?.remove();
-    if (cursor !== null && terms.length < TERMS_MAX) {
-      const button = h("button", { type: "button" }, "Older terms");
-      button.addEventListener("click", asking(mark, () => older().then(draw)));
-      byId("nothing").after(h("p", { id: "more", class: "more" }, button));
-    }
+    offerMore("Older terms", cursor !== null && terms.length < TERMS_MAX && asking(mark, () => older().then(draw)));
     const gaps = shown.map((term) => term.gap_ms).filter((gap) => gap > 0).sort((a, b) => a - b);
     const led = new Set(shown.map((term) => term.node_id)).size;
     setText(byId("facts"), [
       scope,
       `${plural(shown.length, "term")}${shown.length > ROWS_MAX ? `, the latest ${number(ROWS_MAX)} shown` : ""}`,
       plural(led, "node"),
-      gaps.length ? `nobody led: median ${duration(gaps[gaps.length >> 1])}, longest ${duration(gaps.at(-1))}` : "",
+      gaps.length ? `nobody could act: median ${duration(gaps[gaps.length >> 1])}, longest ${duration(gaps.at(-1))}` : "",
     ].filter(Boolean).join(" \u00b7 "));
   }
 
   async function older() {
     if (cursor === null) return; // clicked twice
-    const page = await termsOf(role, { limit: PAGE, cursor });
+    const page = await termsOf(role, { limit: PAGE, cursor, ...inTime() });
     terms.push(...page.terms);
     cursor = page.next_cursor;
     extended = true;
   }
 
   async function rolesLike(text) {
-    const found = [];
-    let page;
-    do {
-      page = await ask("/v1/leaders", { limit: 1000, cursor: page?.next_cursor });
-      found.push(...page.leaders);
-    } while (page.next_cursor && found.length < 20_000);
-    const like = found.filter((each) => each.role.toLowerCase().includes(text.toLowerCase()));
+    const { leaders } = await askAll("/v1/leaders", "leaders", ROLES_MAX, { limit: 1000 });
+    const like = leaders.filter((each) => each.role.toLowerCase().includes(text.toLowerCase()));
     return like.sort((a, b) => (b.last_change?.at_ms ?? 0) - (a.last_change?.at_ms ?? 0));
   }
 
   async function load() {
-    const text = roleWanted();
-    const named = text ? (await ask("/v1/leaders", { prefix: text, limit: PAGE })).leaders.some((each) => each.role === text) : false;
-    const single = named ? await termsOf(text, { limit: PAGE }) : null;
+    const { role: text } = filter();
+    const named = text && text !== served ? (await ask("/v1/leaders", { prefix: text, limit: PAGE })).leaders.some((each) => each.role === text) : Boolean(text);
+    const single = named ? await termsOf(text, { limit: PAGE, ...inTime() }) : null;
     let found = { terms: single?.terms ?? [], cursor: single?.next_cursor ?? null, role: text, scope: "" };
     if (single === null) {
       const like = await rolesLike(text);
-      const pages = await each(like.slice(0, ROLES_AT_ONCE), (each) => termsOf(each.role, { limit: TERMS_EACH }));
+      const pages = await each(like.slice(0, ROLES_AT_ONCE), (each) => termsOf(each.role, { limit: TERMS_EACH, ...inTime() }));
       const all = pages.flatMap((page) => page.terms).sort((a, b) => b.began_ms - a.began_ms);
       const some = like.length > ROLES_AT_ONCE ? `the ${ROLES_AT_ONCE} of ${plural(like.length, "role")} that changed last` : plural(like.length, "role");
       found = { terms: all, cursor: null, role: null, scope: some };
@@ -135,7 +114,7 @@ export function start() {
     const iso = (ms) => (ms === null ? "" : new Date(ms).toISOString());
     const lines = wanted().map((term) => [
       term.role, term.epoch, term.node_id, iso(term.began_ms), iso(term.ended_ms),
-      (term.ended_ms ?? Math.round(now())) - term.began_ms, term.reason ?? "", term.gap_ms ?? "",
+      lastedMs(term), term.reason ?? "", term.gap_ms ?? "",
     ]);
     const names = ["role", "epoch", "node_id", "began", "ended", "lasted_ms", "reason", "gap_ms"];
     const text = [names, ...lines].map((line) => line.map(quoted).join(",")).join("\r\n");
@@ -145,23 +124,12 @@ export function start() {
     draw();
   }
 
-  const reload = asking(mark, load);
-  const search = later(250, () => {
-    const fields = { role: roleField.value.trim(), node: nodeField.value.trim() };
-    const query = new URLSearchParams(Object.entries(fields).filter(([, value]) => value));
-    history.replaceState(null, "", query.size ? `?${query}` : location.pathname);
-    reload();
-  });
-  roleField.addEventListener("input", search);
-  nodeField.addEventListener("input", search);
-  byId("finding").addEventListener("submit", (event) => event.preventDefault());
-  byId("finding").querySelector("button").hidden = true;
   byId("csv").hidden = false;
   byId("csv").addEventListener("click", asking(mark, csv));
   suggest().then(reload);
-  // Who has gone further back is not thrown to the beginning by news.
+  // News do not throw a reader who has gone further back to the beginning.
   const reloadSoon = soon(500, () => extended || reload());
-  let told = false; // how everything was when the stream began: this page knows
+  let told = false; // a stream begins with all leaders, which this page has asked for itself
   const leaders = () => (told ? reloadSoon() : (told = true));
   new Stream(mark, { leaders, reload }, () => {
     told = false;
@@ -169,7 +137,7 @@ export function start() {
   });
 }
 
-// A program for tables takes what begins like this for a formula.
+// A spreadsheet takes what begins like this for a formula.
 function quoted(value) {
   const text = typeof value === "string" && /^[=+\-@\t\r]/.test(value) ? `'${value}` : String(value);
   return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;

@@ -1,17 +1,20 @@
 // The page of the leaders: every role in memory, the rows that are in sight in the document, the news from the stream.
 
 import {
-  ago, ask, byId, clock, duration, h, isolated, localTimes, now, number, plural, roleLink, setAttribute, setText,
-  soon, whileVisible,
+  ago, ask, byId, duration, h, isolated, localTimes, now, number, plural, sayNothing, setAttribute, setText, soon,
+  whileVisible,
 } from "./core.js";
 import { Mark, Stream, asking } from "./live.js";
 import { Timeline } from "./timeline.js";
 import { colourAll, colourOf } from "./colours.js";
+import { filled, swap, tick } from "./rows.js";
+import { takeForm } from "./filters.js";
 
 const ROLES_MAX = 20_000;
 const PAGE = 1000;
-const OVERSCAN = 6; // rows beyond the edge, for whoever goes on with the keyboard
+const OVERSCAN = 6; // rows beyond the edge, for the keyboard
 const LEGEND_MAX = 16;
+const REMEDIES_MAX = 5;
 const DEFAULT_NAMESPACE = "pgleaderlock";
 
 const roles = new Map(); // key -> row, as the API gives it, and when its leader was last heard
@@ -21,23 +24,16 @@ let nodesMs = 0; // when they were as they are here
 let known = false; // which roles there are: none is an answer, too
 let mark, timeline;
 
-// 0: nobody leads. 1: its leader is late. 2: it leads and may not act yet. 3: all is well.
-function badness(row) {
-  if (row.leader === null) return 0;
-  if (row.heartbeat !== "ok") return 1;
-  return row.gate === "open" ? 3 : 2;
-}
+const keyOf = (row) => `${row.namespace}\n${row.role}`;
 
-const keyOf = (row) => JSON.stringify([row.namespace, row.role]);
-
-// `asked`: it was asked for, and the stream may have told something newer while the answer was on its way.
+// `asked`: it was asked for, and the stream may have brought something newer while the answer was on its way.
 function takeRole(row, nowMs, asked = false) {
   const key = keyOf(row);
   const before = roles.get(key);
   if (asked && before?.toldMs > nowMs) return;
   const heardMs = row.heartbeat_age_ms === null ? (before?.heardMs ?? null) : nowMs - row.heartbeat_age_ms;
   roles.set(key, { ...row, key, heardMs, toldMs: nowMs, find: `${row.role}\n${row.leader ?? ""}\n${row.namespace}`.toLowerCase() });
-  if (!before || before.epoch !== row.epoch || before.leader !== row.leader) timeline.outdate(key);
+  if (!before || before.epoch !== row.epoch || before.leader !== row.leader || before.state !== row.state) timeline.outdate(key);
 }
 
 // A heartbeat is a node's, whatever the number of its roles: the news of a few nodes keep a thousand rows fresh.
@@ -53,7 +49,7 @@ function takeNodes({ nodes: list, now_ms: nowMs }, asked = false) {
   }
   for (const row of roles.values()) {
     const heardMs = heard.get(row.leader);
-    // One that is late is told about when it is heard again.
+    // The stream sends a late one again when it is heard.
     if (row.heartbeat === "ok" && heardMs > row.heardMs) row.heardMs = heardMs;
   }
 }
@@ -65,24 +61,30 @@ function arrange() {
   const all = [...roles.values()];
   order = wanted ? all.filter((row) => row.find.includes(wanted)) : all;
   const byName = (a, b) => (a.role < b.role ? -1 : a.role > b.role ? 1 : a.namespace < b.namespace ? -1 : 1);
-  order.sort((a, b) => badness(a) - badness(b) || byName(a, b));
+  order.sort((a, b) => a.rank - b.rank || byName(a, b));
   sumUp(all, wanted);
 }
 
+// How many roles are in which state, the worst first; when the news stop, nothing is known.
 function sumUp(all, wanted) {
   if (!known) return;
-  const free = all.filter((row) => badness(row) === 0).length;
-  const late = all.filter((row) => badness(row) === 1).length;
   const which = plural(all.length, "role");
-  const wrong = [free && `${number(free)} without a leader`, late && `${number(late)} with a late heartbeat`].filter(Boolean);
-  let sentence = all.length > 1 ? `All ${which} led` : "The one role is led";
+  const troubled = all.filter((row) => row.state !== "acting").sort((a, b) => a.rank - b.rank);
+  const counts = new Map();
+  for (const row of troubled) counts.set(row.label, (counts.get(row.label) ?? 0) + 1);
+  const wrong = [...counts].map(([label, count]) => (counts.size > 1 ? `${number(count)} ${label}` : label));
+  let sentence = all.length > 1 ? `All ${which} acting` : "The one role is acting";
   if (!all.length) sentence = "No roles";
-  if (wrong.length) sentence = `${wrong.join(", ")}, of ${which}`;
+  const who = all.length > 1 ? `${number(troubled.length)} of ${which} not acting` : "The one role is not acting";
+  if (wrong.length) sentence = `${who}: ${wrong.join(" \u00b7 ")}`;
+  const unknown = mark.staleMs !== null;
+  if (unknown) sentence = `Unknown: no data for ${duration(now() - mark.staleMs)}`;
   setText(byId("state"), sentence);
-  setAttribute(byId("state"), "class", free ? "bad" : late ? "late" : "well");
-  document.title = `${free + late ? `(${free + late}!) ` : ""}Leaders \u00b7 pgleaderlock`;
+  setAttribute(byId("state"), "class", unknown ? "bad" : (troubled[0]?.mood ?? (all.length ? "well" : "none")));
+  document.title = `${unknown ? "(?) " : troubled.length ? `(${troubled.length}!) ` : ""}Leaders \u00b7 pgleaderlock`;
+  advise(unknown ? [] : troubled);
   byId("nothing").hidden = order.length > 0;
-  setText(byId("nothing"), wanted ? "No role and no leader is called like that." : "No role has been led yet. Roles appear here once a node has won one.");
+  sayNothing(wanted);
   const last = all.reduce((a, b) => ((b.last_change?.at_ms ?? 0) > (a?.last_change?.at_ms ?? 0) ? b : a), null);
   const live = [...nodes.values()].filter((node) => node.live).length;
   byId("facts").replaceChildren(
@@ -92,6 +94,17 @@ function sumUp(all, wanted) {
       last?.last_change ? h("span", {}, `last change ${ago(now() - last.last_change.at_ms)}: `, isolated(last.role)) : "",
     ].filter(Boolean).map((fact) => h("span", {}, fact)),
   );
+}
+
+// Why nobody may act, and what to run next: for the worst few.
+function advise(troubled) {
+  const lines = troubled.slice(0, REMEDIES_MAX).map((row) =>
+    h("li", { "data-mood": row.mood }, h("strong", {}, isolated(row.role)), h("span", {}, row.why), h("code", {}, row.command)));
+  if (troubled.length > REMEDIES_MAX) lines.push(h("li", {}, `and ${plural(troubled.length - REMEDIES_MAX, "more role")}`));
+  const text = troubled.map((row) => `${row.role} ${row.why}`).join("\n");
+  if (byId("remedies").dataset.text === text) return;
+  byId("remedies").dataset.text = text;
+  byId("remedies").replaceChildren(...lines);
 }
 
 function legend() {
@@ -116,70 +129,29 @@ function legend() {
 }
 
 function find(text) {
-  byId("find").value = text;
+  if (byId("find").value !== text) byId("find").value = text;
   arrange();
   draw();
 }
 
-// --- Rows: built when they come into sight, changed in place while they are
-
-const built = new Map(); // key -> element
-
-function build(key) {
-  const cell = (name, label, ...content) => h("div", { role: name === "role" ? "rowheader" : "cell", class: `c-${name}`, "data-label": label }, ...content);
-  const row = roles.get(key);
-  const namespace = row.namespace === DEFAULT_NAMESPACE ? null : h("small", {}, isolated(row.namespace));
-  const element = h("div", { role: "row", class: "row" },
-    cell("role", "Role", roleLink(row.role), namespace),
-    cell("leader", "Leader", h("span", { class: "node" }), h("small")),
-    cell("tenure", "Leads for", h("span"), h("small")),
-    cell("beat", "Heartbeat", h("span", { class: "beat" })),
-    cell("gate", "Gate", h("span", { class: "badge" })),
-    cell("cand", "Candidates", h("span")),
-    cell("change", "Last change", h("span"), h("small")),
-    cell("lane", null, h("div", { class: "lane", role: "group", "aria-label": `Terms of ${row.role}` })),
+// What a row shows. When the news stop, ages stand still too.
+function element(row, index) {
+  const found = filled(
+    {
+      ...row,
+      space: row.namespace === DEFAULT_NAMESPACE ? null : row.namespace,
+      troubled_ms: row.state === "acting" || row.state === "waiting" ? null : row.state_since_ms,
+      heard_ms: row.heartbeat_age_ms === null ? null : row.heardMs,
+      late: row.heartbeat === "late" || null,
+      leased: row.hold === "lease" || null,
+      changed: row.last_change?.kind,
+      changed_ms: row.last_change?.at_ms,
+      after: row.last_change?.reason,
+    },
+    mark.staleMs ?? now(),
   );
-  built.set(key, element);
-  return element;
-}
-
-function fill(element, row, index) {
-  const at = (name) => element.querySelector(`.c-${name}`);
-  setAttribute(element, "data-wrong", badness(row));
-  setAttribute(element, "aria-rowindex", index + 2);
-  const leader = at("leader");
-  const shown = row.leader ?? "";
-  if (leader.dataset.leader !== shown) {
-    leader.dataset.leader = shown;
-    const name = row.leader === null
-      ? h("strong", { class: "nobody" }, "nobody")
-      : h("span", { class: `node n${colourOf(row.leader)}` }, h("i", { class: "chip" }), isolated(row.leader));
-    leader.firstChild.replaceWith(name);
-  }
-  setText(leader.lastChild, `epoch ${row.epoch}`);
-  const since = at("tenure").lastChild;
-  if (since.dataset.ms !== String(row.since_ms)) {
-    since.dataset.ms = row.since_ms;
-    since.replaceChildren(...(row.since_ms === null ? [] : ["since ", clock(row.since_ms)]));
-  }
-  setAttribute(at("gate").firstChild, "data-gate", row.gate);
-  setText(at("gate").firstChild, row.gate);
-  setText(at("cand").firstChild, number(row.candidates));
-  setText(at("change").firstChild, row.last_change === null ? "\u2013" : row.last_change.kind.replaceAll("_", " "));
-  tickRow(element, row);
-}
-
-// What changes by itself while time passes. When the news stop, it stands still too.
-function tickRow(element, row) {
-  const nowMs = mark.staleMs ?? now();
-  const at = (name) => element.querySelector(`.c-${name}`).firstChild;
-  setText(at("tenure"), row.since_ms === null ? "\u2013" : duration(Math.max(0, nowMs - row.since_ms)));
-  const beat = at("beat");
-  setAttribute(beat, "data-beat", row.heartbeat);
-  const age = row.heartbeat_age_ms === null ? "none" : duration(Math.max(0, nowMs - row.heardMs));
-  setText(beat, row.heartbeat === "late" ? `${age} late` : age);
-  const { at_ms: changedMs, reason } = row.last_change ?? {};
-  setText(at("change").nextSibling, row.last_change ? `${reason ? `after ${reason}, ` : ""}${ago(nowMs - changedMs)}` : "");
+  setAttribute(found, "aria-rowindex", index + 2);
+  return found;
 }
 
 // --- The rows in sight. They are as high as the style sheet says, so that their places are known without them.
@@ -199,54 +171,26 @@ function inSight() {
   return [Math.min(first, Math.max(0, order.length - 1)), Math.max(last, first)];
 }
 
-// `everything`: what is there already may have changed; otherwise somebody has only scrolled.
+// `everything`: what is there already may have changed; otherwise the page was only scrolled.
 function draw(everything = true) {
+  if (!known) return; // the server's rows are all there is to say
   const rows = byId("rows");
-  if (rows.dataset.script !== "yes") {
-    rows.dataset.script = "yes";
-    setAttribute(byId("roles"), "data-script", "yes");
-    rows.replaceChildren(); // the server's rows have done their work
-  }
+  setAttribute(byId("roles"), "data-script", "yes");
   if (everything) measure();
   const [first, last] = inSight();
   const shown = order.slice(first, last);
   rows.style.height = `${order.length * rowPx}px`;
   rows.style.paddingTop = `${first * rowPx}px`;
-  const fresh = place(rows, shown);
-  shown.forEach((row, i) => {
-    if (everything || fresh.has(row.key)) fill(built.get(row.key), row, first + i);
-  });
+  const there = new Map(everything ? [] : [...rows.children].map((row) => [row.dataset.key, row]));
+  swap(rows, shown.map((row, i) => there.get(row.key) ?? element(row, first + i)));
   if (everything) {
     setAttribute(byId("roles"), "aria-rowcount", order.length + 1);
     timeline.drawAxis();
   }
-  for (const row of shown) {
-    if (everything || fresh.has(row.key)) timeline.draw(built.get(row.key).lastChild.firstChild, row, lanePx, mark.staleMs);
-  }
-  timeline.want(shown);
-}
-
-// Puts the rows in sight into their order; gives those that are new.
-function place(rows, shown) {
-  const focused = rows.contains(document.activeElement) ? document.activeElement : null;
-  const keys = new Set(shown.map((row) => row.key));
-  for (const [key, element] of built) {
-    if (!keys.has(key)) {
-      element.remove();
-      built.delete(key);
-    }
-  }
-  const fresh = new Set();
   shown.forEach((row, i) => {
-    if (!built.has(row.key)) {
-      build(row.key);
-      fresh.add(row.key);
-    }
-    const element = built.get(row.key);
-    if (rows.children[i] !== element) rows.insertBefore(element, rows.children[i] ?? null);
+    if (!there.has(row.key)) timeline.draw(rows.children[i].lastChild.firstChild, row, lanePx, mark.staleMs);
   });
-  if (focused?.isConnected && document.activeElement !== focused) focused.focus({ preventScroll: true });
-  return fresh;
+  timeline.want(shown);
 }
 
 let due = 0;
@@ -294,16 +238,10 @@ const arrangeSoon = soon(30, () => {
 });
 
 export function start() {
-  mark = new Mark();
+  mark = new Mark(arrangeSoon);
   timeline = new Timeline(() => drawSoon());
-  const label = byId("finding").querySelector("label");
-  setText(label, "Find a role or a leader");
-  byId("finding").querySelector("button").hidden = true;
-  byId("finding").addEventListener("submit", (event) => event.preventDefault());
-  byId("find").addEventListener("input", () => {
-    arrange();
-    draw();
-  });
+  setText(takeForm().querySelector("label"), "Find a role or a leader");
+  byId("find").addEventListener("input", () => find(byId("find").value));
   addEventListener("keydown", (event) => {
     if (event.key === "/" && !/input|textarea/i.test(event.target.tagName)) {
       event.preventDefault();
@@ -314,10 +252,10 @@ export function start() {
   new ResizeObserver(() => drawSoon()).observe(byId("roles"));
   whileVisible(250, () => {
     if (mark.staleMs !== null) return;
-    for (const [key, element] of built) if (roles.has(key)) tickRow(element, roles.get(key));
+    tick(byId("rows"), now());
     if (timeline.due(byId("axis").clientWidth)) drawSoon();
   });
-  whileVisible(1000, () => roles.size && arrangeSoon());
+  whileVisible(1000, () => (roles.size || mark.staleMs !== null) && arrangeSoon());
   const reload = asking(mark, load);
   reload();
   new Stream(
@@ -336,7 +274,7 @@ export function start() {
       reload,
     },
     () => {
-      timeline.outdateAll(); // which terms came and went while nobody listened is in no news
+      timeline.outdateAll(); // no news say which terms came and went meanwhile
       arrangeSoon();
     },
   );

@@ -9,15 +9,18 @@ const SILENCE_MS = 12_000; // the server pings every 5 s
 const RETRY_MS = [250, 500, 1000, 2000, 4000];
 const ASK_AGAIN_MS = 2000;
 const DATA = new Set(["leaders", "nodes", "event", "fresh"]); // what a server says only while it sees its database
-const HIDDEN_MS = 30_000; // a browser has few connections for one server: a page that nobody sees gives its own back
+const HIDDEN_MS = 30_000; // a browser has few connections for one server: a page that is out of sight gives its own back
 
 export class Mark {
   #heardMs = now();
   #staleMs = null;
   #told = false; // this connection has told how things are
   #unanswered = new Set();
+  #changed;
 
-  constructor() {
+  // `changed` is called when what is shown has become stale, or is true again.
+  constructor(changed = () => {}) {
+    this.#changed = changed;
     setText(byId("live"), "connecting");
   }
 
@@ -29,6 +32,7 @@ export class Mark {
       document.body.dataset.live = "live";
       setText(byId("live"), "live");
       byId("stale").hidden = true;
+      this.#changed();
     }
   }
 
@@ -53,7 +57,7 @@ export class Mark {
     return this.#staleMs;
   }
 
-  // News have stopped, until there are some again.
+  // The stream has stopped, until it says again how things are.
   cut(why, sinceMs = this.#heardMs) {
     this.#told = false;
     this.lost(why, sinceMs);
@@ -64,6 +68,7 @@ export class Mark {
       this.#staleMs = sinceMs;
       document.body.dataset.live = "stale";
       setText(byId("live"), `stale since ${clockText(sinceMs)}`);
+      this.#changed();
     }
     const text = `Stale since ${clockText(this.#staleMs)}: ${why}. What you see is from then; trying again.`;
     setText(byId("stale"), text);

@@ -1,18 +1,21 @@
 // The page of the locks: one page of them at a time, asked again and again, with the time that each has left.
 
-import {
-  ask, byId, duration, h, isolated, later, now, number, oneAtATime, plural, setAttribute, setText, whileVisible,
-} from "./core.js";
+import { ask, byId, h, later, now, number, oneAtATime, plural, sayNothing, setAttribute, setText, whileVisible } from "./core.js";
 import { Mark } from "./live.js";
-import { cell } from "./nodes.js";
+import { filled, swap, tick } from "./rows.js";
+import { remember, takeForm } from "./filters.js";
 
 const PAGE = 50;
 const AGAIN_MS = 2000;
 const SLOW_MS = 5000;
 const ROUND_MS = [5, 10, 30, 60, 120, 300, 600].map((seconds) => 1000 * seconds);
 
-// How long a lease was for, nobody says: a bar is full at the next round time.
+// The server does not say how long a lease was for: a bar is full at the next round time.
 const rounded = (ms) => ROUND_MS.find((round) => round >= ms) ?? ms;
+
+const valuesOf = (lock) => ({
+  ...lock, key: lock.lock_name, expiry_ms: lock.held ? lock.lease_expiry_ms : null, waiters: lock.waiters || null,
+});
 
 export function start() {
   const body = byId("locks").tBodies[0];
@@ -25,18 +28,8 @@ export function start() {
   let locks = [];
   let askedMs = null; // since when an answer is waited for
 
-  function row(lock) {
-    return h("tr", { "data-lock": lock.lock_name },
-      cell("name lock", "Lock", isolated(lock.lock_name)),
-      cell("name owner", "Owner", lock.owner_id === null ? h("span", { class: "free" }, "free") : isolated(lock.owner_id)),
-      cell("num", "Token", number(lock.fencing_token)),
-      cell("left", "Time left", ...(lock.held ? [h("span", { class: "bar", "aria-hidden": "true" }, h("i")), h("span")] : [])),
-      cell("num", "Waiting", lock.waiters ? number(lock.waiters) : ""),
-    );
-  }
-
   function draw() {
-    body.replaceChildren(...locks.map(row));
+    swap(body, locks.map((lock) => filled(valuesOf(lock), mark.staleMs ?? now())));
     byId("nothing").hidden = locks.length > 0;
     const held = locks.filter((lock) => lock.held).length;
     const waiting = locks.reduce((sum, lock) => sum + lock.waiters, 0);
@@ -45,22 +38,23 @@ export function start() {
     for (const [id, on] of [["page-before", before.length > 0], ["page-next", next !== null]]) {
       if (byId(id).disabled === on) byId(id).disabled = !on;
     }
-    tick();
+    passTime();
   }
 
-  function tick() {
+  function passTime() {
+    const nowMs = mark.staleMs ?? now();
+    tick(body, nowMs);
     locks.forEach((lock, i) => {
       if (!lock.held) return;
-      const leftMs = Math.max(0, lock.lease_expiry_ms - (mark.staleMs ?? now()));
-      const left = body.rows[i].cells[3];
+      const leftMs = Math.max(0, lock.lease_expiry_ms - nowMs);
       const full = Math.max(leases.get(lock.lock_name)?.fullMs ?? 1, leftMs);
-      left.firstChild.firstChild.style.width = `${((100 * leftMs) / full).toFixed(1)}%`;
-      setAttribute(left.firstChild, "data-low", leftMs < 0.2 * full);
-      setText(left.lastChild, leftMs > 0 ? duration(leftMs) : "has run out");
+      const bar = body.rows[i].querySelector(".bar i");
+      bar.style.width = `${((100 * leftMs) / full).toFixed(1)}%`;
+      setAttribute(bar, "data-low", leftMs < 0.2 * full);
     });
   }
 
-  function remember() {
+  function fillBars() {
     const kept = new Map();
     for (const lock of locks) {
       const old = leases.get(lock.lock_name);
@@ -77,17 +71,17 @@ export function start() {
     askedMs = now();
     const page = await ask("/v1/locks", fields);
     mark.told();
-    if (prefix.value !== fields.prefix || cursor !== fields.cursor) return; // somebody has gone on, and that is asked next
-    setText(byId("nothing"), "No lock here.");
+    if (prefix.value !== fields.prefix || cursor !== fields.cursor) return; // what is wanted now is asked next
+    sayNothing(prefix.value);
     ({ locks, next_cursor: next } = page);
-    remember();
+    fillBars();
     draw();
   }
 
   function refused(error) {
     if (error.status === 400 || error.status === 403) {
       mark.told();
-      locks = []; // the server is there, and does not show this to us
+      locks = []; // the server is there, and does not show these
       next = null;
       draw();
       setText(byId("nothing"), `Refused: ${error.message}.`);
@@ -101,11 +95,10 @@ export function start() {
     cursor = where;
     reload();
   };
-  byId("finding").addEventListener("submit", (event) => event.preventDefault());
-  byId("finding").querySelector("button").hidden = true;
+  takeForm();
   prefix.addEventListener("input", later(200, () => {
     before.length = 0;
-    history.replaceState(null, "", prefix.value ? `?${new URLSearchParams({ prefix: prefix.value })}` : location.pathname);
+    remember({ prefix: prefix.value });
     turnTo(null);
   }));
   byId("more")?.remove();
@@ -124,5 +117,5 @@ export function start() {
     if (askedMs === null) reload(); // asked again while it is slow, it would only be slower
     else if (now() - askedMs > SLOW_MS) mark.cut("the server is slow to answer");
   });
-  whileVisible(250, tick);
+  whileVisible(250, passTime);
 }

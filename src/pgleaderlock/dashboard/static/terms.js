@@ -2,29 +2,44 @@
 
 const SPAN_PX_MIN = 3;
 const GAP_PX_MIN = 4;
-export const ITEMS_MAX = 300;
+const ITEMS_MAX = 300;
 
-// Terms (the newest first) and the role's row become segments in the order of time. A term that still lasts ends where
-// its leader was last heard if that is late, and then nobody may act: that is a gap too.
+// Terms (the newest first) and the role's row become segments in the order of time. What is drawn of a term is when its
+// leader could act; whenever nobody could, there is a gap, between terms and within one. A term that still lasts ends
+// where its leader was last heard if that is late.
 export function segments(terms, row, nowMs, { more = false, toNow = true } = {}) {
   const found = [];
   let endedMs = null;
   let ended = null;
   for (const term of [...terms].reverse()) {
-    if (ended === null && term.gap_ms > 0) endedMs = term.began_ms - term.gap_ms; // the one before is out of sight
-    if (endedMs !== null && term.began_ms > endedMs) {
-      found.push({ kind: "gap", fromMs: endedMs, toMs: term.began_ms, after: ended, before: term });
+    for (const [piece, { fromMs, toMs, why }] of acted(term, term.ended_ms ?? lastSign(term, row, nowMs)).entries()) {
+      if (ended === null && term.gap_ms > 0) endedMs = fromMs - term.gap_ms; // the one before is out of sight
+      if (endedMs !== null && fromMs > endedMs) {
+        found.push({ kind: "gap", fromMs: endedMs, toMs: fromMs, after: ended, before: term, why });
+      }
+      found.push({ kind: "term", fromMs, toMs, term, piece });
+      endedMs = toMs;
+      ended = term;
     }
-    const toMs = term.ended_ms ?? lastSign(term, row, nowMs);
-    found.push({ kind: "term", fromMs: term.began_ms, toMs: Math.max(term.began_ms, toMs), term });
-    endedMs = toMs;
-    ended = term;
   }
   if (ended !== null && endedMs < nowMs) {
     found.push({ kind: "gap", fromMs: endedMs, toMs: nowMs, after: ended, before: null, lasts: toNow, cut: !toNow });
   }
   if (more && found.length) found.unshift({ kind: "unknown", fromMs: 0, toMs: found[0].fromMs });
   return found;
+}
+
+// When the leader of a term could act, and why it could not before each time but the first. None if it never could.
+function acted(term, lastMs) {
+  if (term.opened_ms === null) return [];
+  const pieces = [];
+  let fromMs = term.opened_ms;
+  let why = null;
+  for (const [shutMs, openedMs, reason] of term.gaps) {
+    if (shutMs > fromMs) pieces.push({ fromMs, toMs: shutMs, why });
+    [fromMs, why] = [openedMs, reason];
+  }
+  return [...pieces, { fromMs, toMs: Math.max(fromMs, term.shut_ms ?? lastMs), why }];
 }
 
 function lastSign(term, row, nowMs) {
@@ -69,12 +84,27 @@ function placeGap(placed, item, widthPx) {
 }
 
 function join(into, item, kind) {
-  into.several ??= [{ kind: into.kind, fromMs: into.fromMs, toMs: into.toMs }];
+  into.several ??= [{ ...into }];
   into.several.push(...(item.several ?? [item]));
   into.kind = kind;
   into.toMs = item.toMs;
   into.lasts = item.lasts;
   into.widthPx = Math.max(SPAN_PX_MIN, item.leftPx + item.widthPx - into.leftPx);
+}
+
+// Given back on purpose, and taken over soon after; of several gaps, if each is one.
+const HANDOVER_MS = 5000;
+
+export function isHandover(item) {
+  const gaps = item.several ? item.several.filter((each) => each.kind === "gap") : [item];
+  return gaps.every(({ after, before, fromMs, toMs }) => after?.reason === "released" && before && toMs - fromMs < HANDOVER_MS);
+}
+
+// In which part of its time nobody led: an hour with twelve gaps of six seconds is no hour without a leader.
+export function shareOf(item) {
+  const gaps = item.several ? item.several.filter((each) => each.kind === "gap") : [item];
+  const withoutMs = gaps.reduce((sum, gap) => sum + gap.toMs - gap.fromMs, 0);
+  return withoutMs / Math.max(1, item.toMs - item.fromMs);
 }
 
 // Where the axis has its marks: at round times, and not closer than they can be read.

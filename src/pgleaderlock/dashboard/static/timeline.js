@@ -1,18 +1,20 @@
-// The lanes: one a role, all on one axis. Terms are asked for only where somebody looks, and forgotten again.
+// The lanes: one per role, all on one axis. Terms are asked for only where they are in sight, and forgotten again.
 
 import { askTerms, byId, clockText, dateText, duration, h, momentText, now, plural, setAttribute } from "./core.js";
 import { colourOf } from "./colours.js";
-import { items, segments, ticks } from "./terms.js";
+import { isHandover, items, segments, shareOf, ticks } from "./terms.js";
 
 const LANES_MAX = 200; // remembered
-const TERMS_MAX = 1000; // of one lane; whoever wants more zooms in
+const TERMS_MAX = 1000; // of one lane; more are seen by zooming in
 const PAGE = 500;
 const ASKING_MAX = 4;
 const RETRY_MS = 3000;
-const HANDOVER_MS = 5000;
 const SPAN_MS_MIN = 10_000;
 const SPAN_MS_MAX = 90 * 86_400_000;
 const RANGE_KEY = "pgleaderlock-range";
+const LABEL_PX = 12;
+const LABEL_EDGE_PX = 10;
+const WIDTHS_MAX = 1000;
 
 export class Timeline {
   #lanes = new Map();
@@ -25,6 +27,7 @@ export class Timeline {
     this.redraw = redraw;
     this.spanMs = 1000 * (Number(sessionStorage.getItem(RANGE_KEY)) || 3600);
     this.endMs = null; // null: now
+    this.#ofAddress();
     byId("ranges").hidden = false;
     byId("ranges").addEventListener("click", (event) => this.#press(event.target.closest("button")));
     this.#press(null);
@@ -46,7 +49,26 @@ export class Timeline {
     this.spanMs = Math.min(SPAN_MS_MAX, Math.max(SPAN_MS_MIN, spanMs));
     this.endMs = endMs !== null && endMs < now() ? endMs : null;
     this.#press(null);
+    this.#intoAddress();
     this.redraw();
+  }
+
+  // The address says which time is shown, unless that is the present: it can be sent to somebody else.
+  #ofAddress() {
+    const given = new URLSearchParams(location.search);
+    const [fromMs, toMs] = ["from", "to"].map((name) => Date.parse(given.get(name) ?? ""));
+    if (!(fromMs < toMs)) return;
+    this.spanMs = Math.min(SPAN_MS_MAX, Math.max(SPAN_MS_MIN, toMs - fromMs));
+    this.endMs = toMs < now() ? toMs : null;
+  }
+
+  #intoAddress() {
+    const query = new URLSearchParams(location.search);
+    for (const [name, ms] of [["from", this.fromMs], ["to", this.toMs]]) {
+      if (this.endMs === null) query.delete(name);
+      else query.set(name, new Date(ms).toISOString());
+    }
+    history.replaceState(null, "", query.size ? `?${query}` : location.pathname);
   }
 
   #press(button) {
@@ -62,6 +84,8 @@ export class Timeline {
         return this.show(this.spanMs * 2, this.endMs === null ? null : middleMs + this.spanMs);
       case "back":
         return this.show(this.spanMs, this.toMs - this.spanMs / 2);
+      case "now":
+        return this.show(this.spanMs, null);
       case "forth":
         return this.show(this.spanMs, this.endMs === null ? null : this.endMs + this.spanMs / 2);
     }
@@ -69,7 +93,9 @@ export class Timeline {
       const pressed = this.endMs === null && this.spanMs === 1000 * each.dataset.range;
       setAttribute(each, "aria-pressed", pressed);
     }
-    byId("ranges").querySelector('[data-move="forth"]').disabled = this.endMs === null;
+    for (const later of ["forth", "now"]) {
+      byId("ranges").querySelector(`[data-move="${later}"]`).disabled = this.endMs === null;
+    }
     return undefined;
   }
 
@@ -183,7 +209,7 @@ export class Timeline {
   }
 
   #item(item, reusable) {
-    const key = `${item.kind}${item.term?.epoch ?? Math.round(item.fromMs)}`;
+    const key = `${item.kind}${item.term ? `${item.term.epoch}.${item.piece}` : Math.round(item.fromMs)}`;
     let element = reusable.get(key);
     if (!element) {
       element = h("button", { type: "button", class: "span", "data-key": key, "data-kind": item.kind, tabindex: -1 });
@@ -192,10 +218,14 @@ export class Timeline {
     if (item.kind === "term") element.className = `span n${colourOf(item.term.node_id)}`;
     setAttribute(element, "data-cut", item.fromMs < this.fromMs);
     setAttribute(element, "data-handover", item.kind === "gap" && isHandover(item));
+    setAttribute(element, "data-several", Boolean(item.several));
+    if (item.kind === "gap") element.style.setProperty("--share", shareOf(item).toFixed(3));
+    // A name of which three letters are seen tells nothing.
+    else if (element.firstChild) element.firstChild.hidden = item.widthPx < widthOf(item.term.node_id) + LABEL_EDGE_PX;
     element.style.left = `${item.leftPx.toFixed(1)}px`;
     element.style.width = `${item.widthPx.toFixed(1)}px`;
     this.#shown.set(element, item);
-    // The words change with every second that a term lasts; they are made when somebody asks for them.
+    // The words change with every second that a term lasts; they do not change under the focus.
     if (!element.hasAttribute("aria-label") || document.activeElement !== element) {
       setAttribute(element, "aria-label", words(item).join(". "));
     }
@@ -295,9 +325,18 @@ export class Timeline {
   }
 }
 
-// Given back on purpose, and taken over soon after.
-const isHandover = ({ after, before, fromMs, toMs, several }) =>
-  !several && after?.reason === "released" && before !== null && toMs - fromMs < HANDOVER_MS;
+// How wide a label is, in the font of the lanes.
+const pen = document.createElement("canvas").getContext("2d");
+const widths = new Map();
+
+function widthOf(name) {
+  if (!widths.has(name)) {
+    if (widths.size > WIDTHS_MAX) widths.clear();
+    pen.font = `${LABEL_PX}px ${getComputedStyle(document.body).fontFamily}`;
+    widths.set(name, pen.measureText(name).width);
+  }
+  return widths.get(name);
+}
 
 function when(fromMs, toMs) {
   const sameDay = dateText(fromMs) === dateText(toMs) && dateText(toMs) === dateText(now());
@@ -313,7 +352,7 @@ function words(item) {
     const ofKind = (kind) => item.several.filter((each) => each.kind === kind);
     const withoutMs = ofKind("gap").reduce((sum, gap) => sum + gap.toMs - gap.fromMs, 0);
     const terms = plural(ofKind("term").length, "term");
-    const first = withoutMs > 0 ? [`Nobody led for ${duration(withoutMs)}`, `in ${plural(ofKind("gap").length, "gap")}, between ${terms}`] : [terms];
+    const first = withoutMs > 0 ? [`Nobody could act for ${duration(withoutMs)}`, `in ${plural(ofKind("gap").length, "gap")}, between ${terms}`] : [terms];
     return [...first, `${from} to ${to}`, "zoom in to see each"];
   }
   if (item.kind === "term") {
@@ -322,10 +361,11 @@ function words(item) {
     return [node, `led ${from} to ${to}, for ${duration(lastsMs)}`, `ended: ${reason ?? "unknown"}`, `epoch ${epoch}`];
   }
   if (item.kind === "gap") {
+    if (item.why) return ["Nobody could act", `${from} to ${to}, for ${duration(lastsMs)}`, `${item.after.node_id} led: ${item.why.replaceAll("_", " ")}`];
     const why = item.after?.reason ? [`the term before, of ${item.after.node_id}, ended: ${item.after.reason}`] : [];
-    if (item.cut) return ["Nobody led", `from ${from} on, for at least ${duration(lastsMs)}`, ...why];
-    if (item.lasts) return ["No leader heard", `since ${from}, for ${duration(lastsMs)}`, ...why];
-    return ["Nobody led", `${from} to ${to}, for ${duration(lastsMs)}`, ...why];
+    if (item.cut) return ["Nobody could act", `from ${from} on, for at least ${duration(lastsMs)}`, ...why];
+    if (item.lasts) return ["Nobody may act", `since ${from}, for ${duration(lastsMs)}`, ...why];
+    return ["Nobody could act", `${from} to ${to}, for ${duration(lastsMs)}`, ...why];
   }
   return ["Not shown", "more terms than a lane holds: zoom in"];
 }

@@ -1,0 +1,284 @@
+"""What hostile clients do to the lock server, and what a healthy one notices: each attacker is a process of its own."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import random
+import socket
+import tempfile
+import time
+from asyncio.events import Handle
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from bench.harness import Figure, percentile
+from bench.peers import lock_server
+from pgleaderlock.client import AsyncLockClient
+from pgleaderlock.server.run import LockServer, ServerSettings, store_from_url
+
+__all__ = ["hold", "under_attack"]
+
+BLOCKS = 3
+REQUESTS = 300
+CONNECTIONS_MAX = 128
+NEWCOMERS = 100
+HOLD_REPEATS = 5
+BODY_BYTES = 2 * 1024 * 1024 - 1024
+TOKEN = "a-token-for-the-benchmark"
+TIMEOUT_S = 60.0
+
+_LOGIN = f"Host: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n".encode()
+_ITEM = b'{"op":"release","lock_name":"a","owner_id":"w","lease_id":"l","fencing_token":7}'
+
+
+def _filled(begin: bytes, unit: bytes, end: bytes) -> bytes:
+    return begin + unit * ((BODY_BYTES - len(begin) - len(end)) // len(unit)) + end
+
+
+BODIES = {
+    "a float among lists": _filled(b'{"operations":[1.0,', b"[],", b"[]]}"),
+    "lists in an unknown field": _filled(b'{"operations":[{"x":[', b"[],", b'1],"op":"acquire"}]}'),
+    "one field again and again": _filled(b'{"operations":[{"op":"release",', b'"owner_id":"a",', _ITEM[1:] + b"]}"),
+    "many operations": _filled(b'{"operations":[', _ITEM + b",", _ITEM + b"]}"),
+    "escapes": _filled(b'{"operations":[{"op":"release",', b'"lock_name":"%s",' % (rb"\u00e4" * 199), b'"x":1}]}'),
+    "escapes in many operations": _filled(
+        b'{"operations":[', b'{"op":"release","lock_name":"%s"},' % (rb"\u00e4" * 700), _ITEM + b"]}"
+    ),
+    "backslashes": _filled(b'{"operations":[{"op":"release",', b'"lock_name":"%s",' % (rb"\\" * 150), b'"x":1}]}'),
+    "a long unknown field": _filled(b'{"operations":[{"op":"acquire","', b"matching regex '", b'":1}]}'),
+    "depth": _filled(b'{"operations":[{"x":', b"[", b"]}]}"),
+    "a long number": _filled(b'{"operations":[{"op":"acquire","ttl_ms":', b"9", b"}]}"),
+    "blanks": _filled(b'{"operations":', b" ", b"[]}"),
+}
+REQUESTS_OF_BYTES = {
+    name: b"POST /v1/batch HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (_LOGIN, len(body), body)
+    for name, body in BODIES.items()
+} | {
+    "chunks of one byte": b"POST /v1/batch HTTP/1.1\r\n%sTransfer-Encoding: chunked\r\n\r\n%s"
+    % (_LOGIN, b"1\r\na\r\n" * 100_000),
+    "requests in one go": b"POST /v1/locks/a/acquire HTTP/1.1\r\n\r\n" * 5_000 + b"GET /healthz HTTP/1.0\r\n\r\n",
+    "header lines": b"GET /healthz HTTP/1.1\r\n" + b"a:b\r\n" * 50_000,
+}
+
+
+async def hold(_dsn: str) -> Figure:
+    """How long one callback of the event loop runs while a hostile request is served, in CPU time: the machine's other
+    work does not count. The smallest of some tries, for the worst request."""
+    worst: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
+        server = LockServer(store_from_url(f"sqlite:///{folder}/locks.db"), ServerSettings(port=0))
+        await server.start()
+        port = int(server.url.rpartition(":")[2])
+        try:
+            for name, request in REQUESTS_OF_BYTES.items():
+                tries = []
+                for _ in range(HOLD_REPEATS):
+                    with _longest_callback() as longest:
+                        await asyncio.to_thread(_send, port, request)
+                    tries.append(longest[0])
+                worst[name] = min(tries)
+        finally:
+            await server.stop()
+    name = max(worst, key=lambda each: worst[each])
+    others = ", ".join(f"{each} {took * 1e3:.1f}" for each, took in worst.items() if each != name)
+    return Figure(
+        "worst hold of the loop under hostile requests",
+        f"{worst[name] * 1e3:.1f} ms by {name}",
+        f"in ms of CPU time: {others}",
+        worst[name] * 1e3,
+        20.0,
+        "ms",
+    )
+
+
+@contextlib.contextmanager
+def _longest_callback() -> Iterator[list[float]]:
+    longest = [0.0]
+    real = Handle._run
+
+    def timed(handle: Handle) -> None:
+        began = time.thread_time()
+        real(handle)
+        longest[0] = max(longest[0], time.thread_time() - began)
+
+    Handle._run = timed  # type: ignore[method-assign, assignment]
+    try:
+        yield longest
+    finally:
+        Handle._run = real  # type: ignore[method-assign]
+
+
+def _send(port: int, request: bytes) -> None:
+    """Sends, and reads until the server closes, or has answered a request that is complete."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
+        connection.sendall(request)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(65536):
+            pass
+
+
+# --- What a healthy client notices
+
+
+async def under_attack(_dsn: str) -> list[Figure]:
+    """A healthy client's requests while others attack, against the same in quiet, in turns; and how long a new
+    connection waits while idle ones take ten times as many places as there are."""
+    with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
+        tokens = Path(folder) / "tokens.toml"
+        tokens.write_text(f'[[token]]\nname = "bench"\ntoken = "{TOKEN}"\n')
+        tokens.chmod(0o600)
+        options = ("--token-file", str(tokens), "--max-connections", str(CONNECTIONS_MAX))
+        async with lock_server(f"sqlite:///{folder}/locks.db", *options) as (url, _pid):
+            port = int(url.rpartition(":")[2])
+            return [*[await _noticed(url, port, name) for name in ATTACKS], await _newcomers(port)]
+
+
+async def _noticed(url: str, port: int, name: str) -> Figure:
+    quiet: list[float] = []
+    attacked: list[float] = []
+    async with AsyncLockClient(url, token=TOKEN) as client:
+        for block in range(BLOCKS + 1):
+            calm = await _healthy(client)
+            async with _attacker(port, name, block):
+                hurt = await _healthy(client)
+            if block:
+                quiet += calm
+                attacked += hurt
+    return Figure(
+        f"p99 of a healthy client over quiet, beside {name}",
+        f"{percentile(attacked, 99) * 1e3:.2f} ms, p50 {percentile(attacked, 50) * 1e3:.2f} ms",
+        f"{percentile(quiet, 99) * 1e3:.2f} ms in quiet, p50 {percentile(quiet, 50) * 1e3:.2f} ms; "
+        f"{len(quiet):,} requests each, {ATTACKS[name][1]} attacks/s",
+        percentile(attacked, 99) / percentile(quiet, 99),
+        2.0,
+    )
+
+
+async def _healthy(client: AsyncLockClient) -> list[float]:
+    took = []
+    for _ in range(REQUESTS):
+        began = time.perf_counter()
+        await client.get("bench")
+        took.append(time.perf_counter() - began)
+        await asyncio.sleep(0.002)  # the pace of a healthy client
+    return took
+
+
+async def _newcomers(port: int) -> Figure:
+    took = []
+    async with _attacker(port, "idle sockets", 0):
+        for _ in range(NEWCOMERS):
+            began = time.perf_counter()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            took.append(time.perf_counter() - began)
+            writer.close()
+    return Figure(
+        "longest wait of a new connection beside idle sockets",
+        f"{max(took) * 1e3:.0f} ms, median {percentile(took, 50) * 1e3:.1f} ms",
+        f"{NEWCOMERS} new connections; others try to keep {10 * CONNECTIONS_MAX:,} of {CONNECTIONS_MAX} places",
+        max(took),
+        1.0,
+        "s",
+    )
+
+
+@contextlib.asynccontextmanager
+async def _attacker(port: int, name: str, seed: int) -> AsyncIterator[None]:
+    """In a process of its own: else the healthy client would be held up by its own program, and not by the server."""
+    process = await asyncio.to_thread(_started, port, name, seed)
+    try:
+        yield
+    finally:
+        process.kill()
+        await asyncio.to_thread(process.join)
+
+
+def _started(port: int, name: str, seed: int) -> BaseProcess:
+    spawn = multiprocessing.get_context("spawn")
+    begun = spawn.Event()
+    process = spawn.Process(target=_attack_for_ever, args=(port, name, seed, begun), daemon=True)
+    process.start()
+    assert begun.wait(TIMEOUT_S)
+    return process
+
+
+def _attack_for_ever(port: int, name: str, seed: int, begun: Event) -> None:
+    asyncio.run(_attack(port, name, random.Random(seed), begun))
+
+
+async def _attack(port: int, name: str, rng: random.Random, begun: Event) -> None:
+    """At a steady pace, each on a connection of its own."""
+    attack, a_second = ATTACKS[name]
+    sent: set[asyncio.Task[None]] = set()
+    await attack(port, rng)
+    begun.set()
+    while True:
+        task = asyncio.create_task(_quietly(attack(port, rng)))
+        sent.add(task)
+        task.add_done_callback(sent.discard)
+        await asyncio.sleep(1 / a_second)
+
+
+async def _quietly(attack: Awaitable[None]) -> None:
+    with contextlib.suppress(OSError):
+        await attack
+
+
+async def _sent(port: int, data: bytes, *, end: bool = True) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        if end:
+            writer.write_eof()
+        await reader.read()
+    finally:
+        writer.close()
+
+
+async def _malformed(port: int, rng: random.Random) -> None:
+    data = rng.randbytes(rng.randint(1, 400))
+    await _sent(port, b"POST /v1/locks/a/acquire HTTP/1.1\r\n" + data + b"\r\n\r\n")
+
+
+async def _bomb(port: int, rng: random.Random) -> None:
+    await _sent(port, REQUESTS_OF_BYTES[rng.choice(list(BODIES))])
+
+
+async def _chunks(port: int, _rng: random.Random) -> None:
+    await _sent(port, REQUESTS_OF_BYTES["chunks of one byte"])
+
+
+async def _pipelined(port: int, _rng: random.Random) -> None:
+    await _sent(port, b"POST /v1/locks/a/acquire HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+
+
+async def _sign_in(port: int, _rng: random.Random) -> None:
+    form = b"token=wrong-token-0000000000000"
+    head = b"POST /sign-in HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/x-www-form-urlencoded\r\n"
+    await _sent(port, head + b"Content-Length: %d\r\n\r\n" % len(form) + form)
+
+
+_idle: list[asyncio.StreamWriter] = []
+
+
+async def _idle_sockets(port: int, _rng: random.Random) -> None:
+    """Keeps ten times as many connections open as there are places, or as the server lets it."""
+    if not _idle:
+        _idle.extend([(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(10 * CONNECTIONS_MAX)])
+    _idle.pop(0).close()
+    _idle.append((await asyncio.open_connection("127.0.0.1", port))[1])
+
+
+ATTACKS: dict[str, tuple[Callable[[int, random.Random], Awaitable[None]], int]] = {
+    "malformed requests": (_malformed, 300),
+    "JSON bombs of 2 MiB": (_bomb, 5),
+    "chunks of one byte": (_chunks, 20),
+    "100 requests in one go": (_pipelined, 20),
+    "refused sign-ins": (_sign_in, 300),
+    "idle sockets": (_idle_sockets, 300),
+}
+"""What is done, and how often a second. Each takes a new connection. Bombs and chunks move 10 and 12 MB/s."""

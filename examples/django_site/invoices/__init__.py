@@ -1,0 +1,1 @@
+"""The application whose work is led."""

@@ -1,0 +1,130 @@
+"""Event-loop helpers: the first of several things, a bounded end of tasks, a loop in a thread of its own.
+
+Must never leave a task running that it has started.
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+__all__ = [
+    "any_done",
+    "being_cancelled",
+    "cancel_and_wait",
+    "cancel_once",
+    "first_of",
+    "run_in_thread",
+    "settle",
+    "within",
+]
+
+JOIN_S = 5.0
+
+
+async def first_of(*awaitables: Awaitable[Any]) -> "list[asyncio.Future[Any]]":
+    """Wait until one of them has ended, cancel the others and wait for them too.
+
+    Returns all of them as futures that are done, in the order given. Usually all but one are cancelled, but two may end
+    in the same turn of the loop, and one that is cancelled may still return: look at each. What one of them raised is
+    raised here; if there are several exceptions, they are raised as an `ExceptionGroup`.
+
+    If the caller is cancelled, all of them are cancelled and waited for. Where a result that comes in that very moment
+    must not be lost, pass a future and look at it afterwards. Shield a future that others wait for as well.
+    """
+    futures: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in awaitables]
+    try:
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel_and_wait(*futures)
+    errors = [error for future in futures if not future.cancelled() and (error := future.exception()) is not None]
+    if len(errors) > 1:
+        raise BaseExceptionGroup("several of the things waited for have failed", errors)
+    if errors:
+        raise errors[0]
+    return futures
+
+
+async def cancel_and_wait(*futures: "asyncio.Future[Any]") -> None:
+    """Cancel those that have not ended and wait until all have. Their results and exceptions stay with them.
+
+    If the caller is cancelled meanwhile, they are cancelled once more, and it is still waited for them.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while pending := [future for future in futures if not future.done()]:
+        for future in pending:
+            future.cancel()
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
+def being_cancelled() -> bool:
+    """For an `except CancelledError`: is it this task that is cancelled, or did something that it awaits raise that?"""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def any_done(*futures: "asyncio.Future[Any]", timeout_s: float | None = None) -> bool:
+    """Wait until one of them has ended; False when the time is up first. Cancels none: they belong to the caller."""
+    done, _ = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    return bool(done)
+
+
+async def within(timeout_s: float | None, awaitable: Awaitable[Any]) -> bool:
+    """Wait for its end; False when the time is up first: it is cancelled then. What it raises is raised here."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            await awaitable
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        return False
+    return True
+
+
+async def run_in_thread(main: Callable[[], Coroutine[Any, Any, None]], stop: Callable[[], None]) -> None:
+    """Run `main` on an event loop in a thread, for a heartbeat that must not depend on the application's loop.
+
+    Waits for its end and raises what it raised. If the caller is cancelled, `stop` asks it to end.
+    """
+    home = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = home.create_future()
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:  # raised in the caller's task
+            failure.append(error)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the application's loop is closed, so nothing waits
+                home.call_soon_threadsafe(settle, ended)
+
+    thread = threading.Thread(target=run, name="pgleaderlock heartbeat", daemon=True)
+    thread.start()
+    try:
+        await ended
+    except asyncio.CancelledError:
+        stop()
+        await asyncio.to_thread(thread.join, JOIN_S)
+        raise
+    if failure:
+        raise failure[0]
+
+
+def settle(future: "asyncio.Future[Any]", value: Any = None) -> None:
+    """Set the result unless the future is done already. Must be called on the future's own loop."""
+    if not future.done():
+        future.set_result(value)
+
+
+def cancel_once(task: "asyncio.Task[Any]") -> None:
+    """A second cancellation would interrupt the clean-up that the first one has begun."""
+    if not task.cancelling():
+        task.cancel()

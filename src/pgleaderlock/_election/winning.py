@@ -1,0 +1,199 @@
+"""Winning, in two statements: one takes the locks and looks at who holds the rest, a later one begins the terms.
+
+Never in one: the snapshot of the statement that takes a lock is older than the grant, and shows a stale predecessor.
+"""
+
+from collections.abc import Mapping
+
+from pgleaderlock._election.balancing import Balancing
+from pgleaderlock._election.ledger import HOLD_S, Bump, Ledger
+from pgleaderlock._election.role import NEVER, Board, Role, is_failover, opens_at
+from pgleaderlock.errors import ConnectionError, LockError
+from pgleaderlock.keys import KeyPair
+from pgleaderlock.models import LeaderToken
+from pgleaderlock.observer import Acquired, Attempted
+
+__all__ = ["Winning"]
+
+# How long a bump waits for a fence that a writer still holds, and for how many roles per tick.
+BUSY_WAIT_MS = 100
+BUSY_ROLES_A_TICK = 2
+# A role whose key belongs to another role is tried again after this time: the other one may be gone.
+COLLISION_RETRY_S = 60.0
+
+
+class Winning:
+    """Used by the engine's task, on its loop."""
+
+    def __init__(self, board: Board, balancing: Balancing) -> None:
+        self._board, self._due, self._owner = board, board.due, board.owner
+        self._settings, self._identity = board.settings, board.identity
+        self._clock, self._rng = board.clock, board.rng
+        self._balancing = balancing
+        self._evicted: set[int] = set()
+        self._of: Ledger | None = None
+        self._since = 0.0
+        self._followed: Mapping[str, Role] = {}
+        self._keys = dict[str, KeyPair]()
+
+    # --- The locks
+
+    def wanted(self) -> list[Role]:
+        """What this node competes for now."""
+        now = self._clock.now()
+        if not self._settings.candidate:
+            return []
+        return [role for role in self._board.roles.values() if not role.holds_lock and role.wanted(now)]
+
+    async def try_locks(self) -> float:
+        """One statement for all of them; answers when the next one is due."""
+        now = self._clock.now()
+        followed = self._follow()
+        if not followed:
+            return NEVER
+        due_at = now + self._rng.uniform(*self._settings.acquire_delay_s)
+        due_at = min([due_at, *(role.not_before for role in followed.values() if role.not_before > now)])
+        trying = self._balancing.allowed(self.wanted(), now)
+        self._board.tries(trying)
+        for role in trying:
+            role.trying(now)
+        ledger = self._board.open_ledger()
+        if self._of is not ledger:
+            self._of, self._since = ledger, now
+        looks = await ledger.try_and_look(self._keys, {role.name for role in trying}, look_closely=self._balancing.on)
+        seen_at = self._clock.now()
+        for look in looks:
+            role = followed[look.role]
+            role.saw(look, seen_at, ledger.history)
+            if look.reserved:  # left to another node, for HOLD_S and not for a whole delay of ours
+                due_at = min(due_at, seen_at + HOLD_S)
+        for role in trying:
+            if not role.holds_lock:
+                self._owner.notify(Attempted(role.name, "held"))
+        self._board.tries([role for role in trying if role.holds_lock])
+        due_at = min(due_at, self._balancing.saw(self.wanted, seen_at))
+        if self._settings.standby_wait_s > 0:
+            due_at = await self._wait_at_the_server(ledger, due_at)
+        if self._settings.evict_stale:
+            await self._evict_silent(list(followed.values()))
+        return due_at
+
+    def _follow(self) -> Mapping[str, Role]:
+        """The roles whose holders are looked at. While they are the same, the ledger answers with what is new only."""
+        followed = {name: role for name, role in self._board.roles.items() if not role.holds_lock}
+        if followed != self._followed:
+            self._followed, self._keys = followed, {name: role.keys for name, role in followed.items()}
+        return self._followed
+
+    async def _wait_at_the_server(self, ledger: Ledger, due_at: float) -> float:
+        """One slice, for the only role there is. It is parked again at once: the attempt has done its waiting there."""
+        for role in self.wanted():
+            if not self._board.stopping:
+                self._board.tries([role])
+                role.trying(self._clock.now())
+                if await ledger.session.wait(role.keys, self._settings.standby_wait_s):
+                    role.locked()
+                due_at = 0.0
+        return due_at
+
+    async def _evict_silent(self, followed: list[Role]) -> None:
+        """A recorded holder that has not beaten for 2 T should have been dropped by its lease: something keeps it."""
+        now = self._clock.now()
+        for role in followed:
+            look, sight = role.look, role.sight
+            if role.holds_lock or look is None or sight is None or look.ended or look.lease_s is None:
+                continue
+            if now - sight.first_seen > 2 * look.lease_s and look.session_id not in self._evicted:
+                self._evicted.add(sight.session_id)  # once per session, whatever the number of its roles
+                if await self._board.open_ledger().evict(look):
+                    self._board.log.warning("silent_leader_evicted", role=role.name, pid=look.backend_pid)
+                    self._due.try_soon()
+
+    async def _end_silent_leases(self, refused: list[Role]) -> None:
+        """Their locks were free, and the roles were not: leases have them. One that was silent for its T is ended.
+
+        Silence counts from this session's beginning on: who was cut off as the leader was, has heard nothing.
+        """
+        ledger, now = self._board.open_ledger(), self._clock.now()
+        silent = {}  # once per lease, whatever the number of its roles
+        for role in refused:
+            look, sight = role.look, role.sight
+            if look is None or sight is None or look.ended or look.lease_s is None:
+                continue
+            if now - max(sight.first_seen, self._since) >= look.lease_s:
+                silent[look.session_id] = role, look
+        for role, look in silent.values():
+            if await ledger.end_silent_lease(look):
+                self._board.log.warning("silent_leader_evicted", role=role.name, lease=look.session_id)
+                self._due.try_soon()
+
+    # --- The terms
+
+    async def begin_terms(self) -> None:
+        """The second statement of winning, for every lock that is held without a term."""
+        won = {name: role for name, role in self._board.roles.items() if role.holds_lock and not role.in_term}
+        if any(role.given_up for role in won.values()):
+            self._due.try_soon()  # given up while it was being won: the next tick gives it back
+            won = {name: role for name, role in won.items() if not role.given_up}
+        if not won:
+            return
+        busy = await self._bump(won, wait_ms=0)
+        # Those in front of which fenced transactions of the predecessor still run: queue up behind them, briefly.
+        self._rng.shuffle(busy)  # so that those which are stuck do not stand in front of those which are only busy
+        for name in busy[:BUSY_ROLES_A_TICK]:
+            await self._bump({name: won[name]}, wait_ms=BUSY_WAIT_MS)
+        if any(role.holds_lock and not role.in_term for role in won.values()):
+            self._due.try_soon()
+        if any(role.in_term for role in won.values()):
+            await self._board.open_ledger().hint("acquired")
+
+    async def _bump(self, won: Mapping[str, Role], *, wait_ms: int) -> list[str]:
+        self._board.tries(tuple(won.values()))
+        sent_at = self._clock.now()
+        bumps = await self._board.open_ledger().bump({name: role.keys for name, role in won.items()}, wait_ms=wait_ms)
+        won_at = self._clock.now()
+        if won_at >= sent_at + self._settings.gate_s:
+            raise ConnectionError("the answer to the bump came too late to lead on")
+        busy, refused = [], []
+        for bump in bumps:
+            role = won[bump.role]
+            match bump.outcome:
+                case "won":
+                    self._owner.notify(Attempted(role.name, "won"))
+                    self._begin_term(role, bump, sent_at, won_at)
+                case "busy":
+                    self._owner.notify(Attempted(role.name, "busy"))
+                    busy.append(bump.role)
+                case "collision":
+                    await self._board.open_ledger().unlock({role.name: role.keys})
+                    role.unlocked()
+                    role.rest_until(self._clock.now() + COLLISION_RETRY_S)
+                    self._owner.failed(
+                        LockError(
+                            f"the key of role {role.name!r} belongs to another role of this database, or the role is "
+                            "led under another key: give every node the same one, or rename it"
+                        )
+                    )
+                case _:  # the server says that the lock is not ours after all, or that a lease has the role
+                    role.unlocked()
+                    refused.append(role)
+        if refused:
+            await self._end_silent_leases(refused)
+        return busy
+
+    def _begin_term(self, role: Role, bump: Bump, sent_at: float, won_at: float) -> None:
+        assert bump.epoch is not None
+        token = LeaderToken(role.name, bump.epoch, self._identity.holder_identity, self._identity.namespace)
+        # An instant takeover opens at once, but it has not waited its predecessor out: its successor still has to.
+        settled_at = opens_at(role, bump, won_at, own_instance=self._identity.instance)
+        from_other = is_failover(role, bump, own_instance=self._identity.instance, own_node_id=self._identity.node_id)
+        role.won(
+            token,
+            at=won_at,
+            settled_at=settled_at,
+            opens_at=won_at if self._settings.instant else settled_at,
+            # Whether there is a wait or not, the gate never outlives G from before the bump was sent.
+            deadline=sent_at + self._settings.gate_s,
+        )
+        self._followed = {}  # what is seen of it next is new, whatever was seen before
+        self._owner.notify(Acquired(role.name, bump.epoch, won_at - role.tried_at, from_other))

@@ -1,0 +1,784 @@
+"""HTTP/1.1 on one connection: bytes become requests, and what the application answers becomes bytes.
+
+httptools reads the syntax, strictly. This module adds what a server needs around it: requests are answered one after
+the other in the order in which they came, everything has a bound, and a client gets to read its last answer.
+
+A request that has come as a whole may be taken on at once, without a task (`AtOnce`). Every other one is an ASGI call
+in a task of its own. All of it happens on the event loop's own thread (docs/adr/0007).
+
+Must never keep more of a request than its bounds allow, never answer out of turn, and never take a line for known that
+the parser has not read.
+"""
+
+import asyncio
+import heapq
+import operator
+import re
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, cast
+
+import httptools
+
+from pgleaderlock._base.logging import get_logger
+from pgleaderlock._http.answers import (
+    Answer,
+    Header,
+    Message,
+    Receive,
+    Refusal,
+    Scope,
+    Send,
+    answer_of,
+    header_lines,
+    start_of,
+)
+
+__all__ = ["App", "AtOnce", "Connection", "Connections", "Exchange", "KnownHeads"]
+
+HEADER_LINES_MAX = 100
+BODY_BUFFER_BYTES_MAX = 256 * 1024
+"""How much of a body is kept for an application that has not read it yet: the rest waits in the kernel."""
+BODY_PIECE_BYTES = 64 * 1024
+"""How much of a body an application is woken for, unless that is all of it: a byte at a time would cost a turn each."""
+CHUNKS_MAX = 256
+CHUNK_BYTES_MIN = 64
+"""A body may come in so many chunks of any size, and in one more per so many bytes: each chunk costs as much as a
+kilobyte."""
+AT_ONCE_MAX = 16
+"""How many requests of one connection are taken on at once in a row. The next one has a task, so that other
+connections get their turn."""
+PIPELINE_MAX = 64
+PIECE_BYTES = 8 * 1024
+"""How much is parsed at once: the parser itself cannot be stopped when enough has come."""
+LINGER_S = 1.0
+"""How long a client that still sends is listened to after its last answer, so that it gets to read that."""
+GRACE_S = 0.1
+"""How long a client has to send its next request before it counts as idle."""
+UNKNOWN_IDLENESS = 10.0
+"""A client that has not sent a request yet counts as idle for so many times as long as one that has."""
+STALL_S = 30.0
+"""How long a client may take to read what has been written."""
+NEVER = float("inf")
+KNOWN_MAX = 64
+LINES_BYTES_MAX = 1024
+LINES_MAX = 32
+
+_ASGI = {"version": "3.0"}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+_FRAMING = (b"content-length", b"transfer-encoding")
+_ONCE = (b"host", b"authorization", b"content-type", b"idempotency-key", b"x-lock-store")
+"""A proxy might go by the first of two such lines, and this server by the last."""
+_STATUS_LINES = {int(status): f"HTTP/1.1 {int(status)} {status.phrase}\r\n".encode() for status in HTTPStatus}
+_FIRST_LINE = re.compile(rb"POST (/[0-9A-Za-z._~%/-]{0,1000}) HTTP/1\.1(?=\r\n)")
+_KEY_NAME = b"idempotency-key"
+# A line that begins with a blank would belong to the value.
+_KEY_LINE = re.compile(rb"\r\n[Ii]dempotency-[Kk]ey: ([!-~]{1,200})(?=\r\n[^ \t])")
+
+# What a connection has come to. It only ever goes forward, and a later state includes the earlier ones.
+_READING = 0
+_DEAF = 1
+"""What comes is thrown away. Requests that have come before are answered."""
+_ENDING = 2
+"""The last answer has been written. The client is to close, or the transport closes."""
+_LOST = 3
+"""The transport is closed: nothing can be written."""
+
+_log = get_logger("pgleaderlock.server")
+
+
+class Connections:
+    """All connections of a server, and what they share."""
+
+    def __init__(
+        self,
+        app: "App",
+        *,
+        header_timeout_s: float,
+        header_bytes_max: int,
+        scheme: str,
+        at_once: "AtOnce | None" = None,
+        headers: Sequence[Header] = (),
+    ) -> None:
+        """`headers` are on every answer, whatever answers."""
+        self.app = app
+        self._lines = header_lines(headers)
+        self.at_once = at_once
+        self.header_timeout_s = header_timeout_s
+        self.header_bytes_max = header_bytes_max
+        self.scheme = scheme
+        self.loop = asyncio.get_running_loop()
+        self.open: set[Connection] = set()
+        self.arriving: dict[tuple[Any, ...], tuple[asyncio.Task[None], float]] = {}
+        """Clients that have been accepted and whose connection has not begun, with TLS: its task, and since when."""
+        self.heads = KnownHeads(header_bytes_max)
+        self.stopping = False
+        self.fewer = asyncio.Event()
+        """Set whenever a connection has ended."""
+        self._date_s = 0
+        self._date = b""
+
+    def sweep(self) -> None:
+        """Ends the connections of clients that are late: with a header, with reading an answer, or with closing."""
+        now = self.loop.time()
+        for connection in [each for each in self.open if each.deadline <= now]:
+            connection.abort()
+
+    def count(self, address: str | None = None) -> int:
+        """All clients, or those of one address."""
+        if address is None:
+            return len(self.open) + len(self.arriving)
+        clients = [*self.arriving, *(connection.client for connection in self.open)]
+        return sum(client is not None and client[0] == address for client in clients)
+
+    def close_idlest(self, number: int, address: str | None = None) -> int:
+        """Ends so many connections, of one address if it is given. Fewer, if not so many are idle; says how many."""
+        now = self.loop.time()
+        found: list[tuple[float, tuple[Any, ...] | None, Callable[[], object]]] = [
+            (_idleness(now, connection.idle_since, connection.weight), connection.client, connection.abort)
+            for connection in self.open
+            if not connection.has_request
+        ]
+        for client, (task, since) in self.arriving.items():
+            found.append((_idleness(now, since, UNKNOWN_IDLENESS), client, task.cancel))
+        idle = [
+            (idleness, end)
+            for idleness, client, end in found
+            if idleness and (address is None or (client is not None and client[0] == address))
+        ]
+        chosen = heapq.nlargest(number, idle, key=operator.itemgetter(0))
+        for _, end in chosen:
+            end()
+        return len(chosen)
+
+    def stop(self) -> None:
+        """Closes idle connections now, and each other one when the request that has begun is answered."""
+        self.stopping = True
+        for connection in list(self.open):
+            connection.close_if_idle()
+
+    def abort(self) -> None:
+        for connection in list(self.open):
+            connection.abort()
+
+    def first_lines(self) -> bytes:
+        """The date, and what else every answer has."""
+        now_s = int(time.time())
+        if now_s != self._date_s:
+            date = b"date: %s\r\n" % formatdate(now_s, usegmt=True).encode()
+            self._date_s, self._date = now_s, date + self._lines
+        return self._date
+
+
+class Connection(asyncio.Protocol):
+    """One connection: takes requests apart, and begins each when the one before it has been answered."""
+
+    def __init__(self, shared: Connections) -> None:
+        self.shared = shared
+        self._state = _READING
+        self._parser = httptools.HttpRequestParser(self)
+        self._unparsed = b""
+        self._alone: bytes | None = None
+        """What is being parsed and came when nothing else was under way: perhaps one request, and all of it."""
+        self._unread_bytes = 0
+        """What the parser was given since it last gave something: a line without an end, of whatever kind."""
+        self._head: list[Header] | None = None
+        """The header lines of a head that has begun and is not complete."""
+        self._url = b""
+        self._chunks_left = 0.0
+        """How many more chunks the body that is being parsed may have."""
+        self._at_once_left = AT_ONCE_MAX
+        self._arriving: Exchange | None = None
+        """The request whose body is being parsed."""
+        self._waiting: deque[Exchange] = deque()
+        self._answering: Exchange | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._refusal: Refusal | None = None
+        """What came last is no request: said when those before it have been answered."""
+        self.idle_since = shared.loop.time()
+        self.weight = UNKNOWN_IDLENESS
+        self._head_deadline = self.idle_since + shared.header_timeout_s
+        self._write_deadline = NEVER
+        self._writable: asyncio.Future[None] | None = None
+
+    @property
+    def deadline(self) -> float:
+        return min(self._head_deadline, self._write_deadline)
+
+    @property
+    def has_request(self) -> bool:
+        """Whether one is being carried out. One that has not come as a whole does not count, nor does one whose answer
+        is not being read."""
+        answering = self._answering
+        return answering is not None and answering.complete and self._writable is None and self._state < _ENDING
+
+    # --- From the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self.client = tuple(peer[:2]) if isinstance(peer, tuple) else None
+        self.shared.open.add(self)
+        if self.client is not None:
+            self.shared.arriving.pop(self.client, None)
+        self.close_if_idle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._state = _LOST
+        self._waiting.clear()
+        self._refusal = None
+        self._client_has_gone()
+        self.resume_writing()
+        self.shared.open.discard(self)
+        self.shared.fewer.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._at_once_left = AT_ONCE_MAX
+        if self._answering is None and self._head is None and self._state == _READING:
+            exchange = self.shared.heads.recall(data, self)
+            if exchange is not None:
+                self._unread_bytes = 0
+                self._head_deadline = NEVER
+                self._waiting.append(exchange)
+                self._begin_next()
+                return
+            self._alone = data
+        self._unparsed = self._unparsed + data if self._unparsed else data
+        self._parse()
+        self._alone = None
+
+    def _parse(self) -> None:
+        while self._unparsed and self._state == _READING and not self._is_enough():
+            if len(piece := self._unparsed) <= PIECE_BYTES:
+                self._unparsed = b""
+            else:
+                piece, self._unparsed = piece[:PIECE_BYTES], piece[PIECE_BYTES:]
+            self._unread_bytes += len(piece)
+            try:
+                self._parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._decline_upgrade(piece[upgrade.args[0] :])
+            except httptools.HttpParserError as error:
+                ours = error.__context__
+                other = Refusal(400, "this is not an HTTP/1.1 request")
+                self._hear_no_more(ours if isinstance(ours, Refusal) else other)
+            if self._unread_bytes > self.shared.header_bytes_max:
+                self._hear_no_more(self._long_header())
+            if self._waiting and self._answering is None:
+                self._begin_next()
+        if self._state >= _DEAF:
+            self._unparsed = b""
+        elif self._is_enough():
+            self.transport.pause_reading()
+            if self._answering is not None and self._answering.complete:
+                # From now on nobody would notice that the client leaves: a request that waits must not wait on.
+                self._answering.client_has_gone()
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """The parser skips the body of a request that asks for another protocol. A new parser, which is given nothing
+        of that request but its framing, reads the body. What comes behind the body is thrown away."""
+        assert self._arriving is not None
+        framing = [b"%s: %s\r\n" % header for header in self._arriving.headers if header[0] in _FRAMING]
+        self._parser = httptools.HttpRequestParser(_BodyReader(self))
+        self._unparsed = b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n", rest, self._unparsed))
+
+    def eof_received(self) -> bool:
+        # Close and half-close cannot be told apart here: an application that waits for the client is told that it has
+        # gone, and the answer is written all the same. TLS has no half-close.
+        self._client_has_gone()
+        self._hear_no_more()
+        return self._state < _ENDING and self.shared.scheme == "http"
+
+    def pause_writing(self) -> None:
+        self._writable = self.shared.loop.create_future()
+        self._write_deadline = self.shared.loop.time() + STALL_S
+
+    def resume_writing(self) -> None:
+        self._write_deadline = NEVER
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    # --- From the parser
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._head = []
+        self._head_left = self.shared.header_bytes_max
+        if self._answering is None and not self._waiting:
+            self._head_deadline = self.shared.loop.time() + self.shared.header_timeout_s
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        self._head_left -= len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_left -= len(name) + len(value) + 4
+        if self._head_left < 0:
+            raise self._long_header()
+        if self._head is None:
+            return  # a trailer: nobody here reads it
+        if len(self._head) == HEADER_LINES_MAX:
+            raise Refusal(431, f"there are more than {HEADER_LINES_MAX} header lines")
+        self._head.append((name.lower(), value.rstrip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        headers, self._head = self._head or [], None
+        self._unread_bytes = 0
+        self._head_deadline = NEVER
+        version = self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise Refusal(400, f"HTTP/1.1 is spoken here, not HTTP/{version}")
+        exchange = Exchange(self, self._parser.get_method(), _origin_form(self._url), version, headers)
+        if len(exchange.named) != len(headers):
+            _check_once(headers)
+        if exchange.named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            raise _other_coding()
+        self._chunks_left = CHUNKS_MAX
+        if version == "1.1":
+            exchange.keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
+            exchange.expects = exchange.named.get(b"expect", b"").lower() == b"100-continue"
+        self._arriving = exchange
+        self._waiting.append(exchange)
+
+    def on_chunk_header(self) -> None:
+        self._chunks_left -= 1
+        if self._chunks_left < 0:
+            raise Refusal(400, f"the body has many chunks of less than {CHUNK_BYTES_MIN} bytes")
+
+    def on_body(self, body: bytes) -> None:
+        self._unread_bytes = 0
+        self._chunks_left += len(body) / CHUNK_BYTES_MIN
+        if self._arriving is not None:
+            self._arriving.take(body)
+
+    def on_message_complete(self) -> None:
+        if not self._parser.should_upgrade():  # else its body is still to be read
+            self._complete()
+
+    def on_declined_complete(self) -> None:
+        """The whole request has come, and asked for another protocol: what follows is perhaps not HTTP."""
+        self._complete()
+        self._state = _DEAF
+
+    def _complete(self) -> None:
+        self._unread_bytes = 0
+        exchange, self._arriving = self._arriving, None
+        if exchange is not None:
+            exchange.complete = True
+            if self._alone is not None:
+                self.shared.heads.learn(self._alone, exchange)
+            exchange.wake()
+
+    # --- One request after the other
+
+    def _begin_next(self) -> None:
+        """Begins the next request or, if there is none, does what the connection has come to."""
+        while self._waiting:
+            exchange = self._waiting.popleft()
+            if not self._begin_at_once(exchange):
+                self._answering = exchange
+                self._task = self.shared.loop.create_task(self._answer(exchange))
+                return
+            if not exchange.answered:
+                self._answering = exchange
+                return
+            if self._was_the_last(exchange):
+                return
+        if self._refusal is not None:
+            answer, self._refusal = answer_of(self._refusal), None
+            self.write_whole(start_of(answer), answer.body, close=True)
+            self._end(linger=True)
+        elif self._state >= _DEAF:
+            self._end(linger=False)
+        else:
+            self.idle_since = self.shared.loop.time()
+            self.weight = 1.0
+            self._head_deadline = self.idle_since + self.shared.header_timeout_s
+            self.close_if_idle()
+
+    def _begin_at_once(self, exchange: "Exchange") -> bool:
+        """A client that does not read its answers gets a task, which waits for it."""
+        at_once = self.shared.at_once
+        if at_once is None or not exchange.complete or self._writable is not None or not self._at_once_left:
+            return False
+        self._at_once_left -= 1
+        return at_once(exchange)
+
+    async def _answer(self, exchange: "Exchange") -> None:
+        try:
+            await self.shared.app(exchange.scope, exchange.receive, exchange.send)
+        except Exception as error:
+            _log.error("application_failed", error, path=exchange.path)
+        finally:
+            self._go_on(exchange)
+
+    def answered(self, exchange: "Exchange") -> None:
+        """By `at_once`. While that call runs the request is not `_answering` yet, and `_begin_next` goes on itself."""
+        if exchange is self._answering:
+            self._go_on(exchange)
+
+    def _go_on(self, exchange: "Exchange") -> None:
+        self._answering = None
+        self._at_once_left = AT_ONCE_MAX
+        if not exchange.answered:  # else the client would wait for an answer that never comes
+            self.abort()
+        elif not self._was_the_last(exchange):
+            self._begin_next()
+            self.read_on()
+
+    def _was_the_last(self, exchange: "Exchange") -> bool:
+        if exchange.complete and exchange.keep_alive:
+            return False
+        # The rest of a body that was not read is no request.
+        self._end(linger=not exchange.complete or bool(self._waiting or self._unparsed))
+        return True
+
+    def read_on(self) -> None:
+        if not self.transport.is_closing():
+            self._parse()
+            if not self._is_enough():
+                self.transport.resume_reading()
+
+    def _is_enough(self) -> bool:
+        """As much has come as is kept: the rest waits in the kernel."""
+        if self._answering is None or self._state >= _DEAF:
+            return False  # nothing is kept; or it is read to its end, and thrown away
+        buffered = len(self._answering.body)
+        if self._waiting:
+            buffered += sum(len(exchange.body) for exchange in self._waiting)
+        return buffered > BODY_BUFFER_BYTES_MAX or len(self._waiting) >= PIPELINE_MAX
+
+    def _client_has_gone(self) -> None:
+        for exchange in (self._answering, self._arriving, *self._waiting):
+            if exchange is not None:
+                exchange.client_has_gone()
+
+    # --- Ending
+
+    def _long_header(self) -> Refusal:
+        return Refusal(431, f"the header is longer than {self.shared.header_bytes_max} bytes")
+
+    def _hear_no_more(self, refusal: Refusal | None = None) -> None:
+        if self._state >= _DEAF:
+            return
+        self._state = _DEAF
+        self._refusal = refusal
+        if self._arriving is not None:  # its body ends in the middle
+            self._arriving.client_has_gone()
+        if self._answering is None:
+            self._begin_next()
+
+    def _end(self, *, linger: bool) -> None:
+        """After the last answer. While the client still sends, closing would send a RST, and the client could lose the
+        answer: then only our side is closed, and the client's has `LINGER_S` to end."""
+        self._waiting.clear()
+        if self._state == _LOST:
+            return
+        self._state = _ENDING
+        self._head_deadline = self.shared.loop.time() + (LINGER_S if linger else STALL_S)
+        if linger and self.transport.can_write_eof():
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection a moment ago
+                self.transport.abort()
+            else:
+                self.read_on()
+        else:
+            self.transport.close()
+
+    def close_if_idle(self) -> None:
+        """At a stop: a client that has sent nothing, or has had its answer."""
+        if self.shared.stopping and self._answering is None and self._head is None and self._state < _ENDING:
+            self._end(linger=False)
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    # --- Writing
+
+    def write(self, data: bytes) -> None:
+        if self._state < _LOST:  # uvloop would raise, asyncio warn
+            self.transport.write(data)
+
+    def write_whole(self, start: Message, body: bytes, *, close: bool, without_body: bool = False) -> None:
+        head = self._head_of(start, close=close)
+        head.append(b"content-length: %d\r\n\r\n" % len(body))
+        if not without_body:
+            head.append(body)
+        self.write(b"".join(head))
+
+    def write_head(self, start: Message, *, chunked: bool, close: bool) -> None:
+        head = self._head_of(start, close=close)
+        head.append(b"transfer-encoding: chunked\r\n\r\n" if chunked else b"\r\n")
+        self.write(b"".join(head))
+
+    def _head_of(self, start: Message, *, close: bool) -> list[bytes]:
+        lines = start.get("lines") or header_lines(start["headers"])
+        head = [_STATUS_LINES[start["status"]], self.shared.first_lines(), lines]
+        if close:
+            head.append(b"connection: close\r\n")
+        return head
+
+    async def writable(self) -> None:
+        if self._writable is not None:
+            await self._writable
+        elif self._state == _LOST:
+            await asyncio.sleep(0)  # an application that writes on and on must not keep the loop to itself
+
+
+class _BodyReader:
+    """For a parser that reads the body of one request for a connection, and nothing behind it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.on_chunk_header = connection.on_chunk_header
+        self.on_body = connection.on_body
+        self.on_message_complete = connection.on_declined_complete
+
+
+class Exchange:
+    """One request and its answer: `scope`, `receive` and `send` for an ASGI application, and `answer` for whoever has
+    taken on a whole request at once. Made by a connection when the head of the request has come."""
+
+    __slots__ = (
+        "_body_given", "_connection", "_start", "_streaming", "_when_gone", "_woken", "answered", "body", "complete",
+        "expects", "gone", "headers", "keep_alive", "method", "named", "path", "query", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        connection: Connection,
+        method: bytes,
+        target: bytes,
+        version: str,
+        headers: list[Header],
+        *,
+        body: bytes | None = None,
+    ) -> None:
+        """With `body`, all of it has come, and the connection goes on."""
+        self.method = method
+        self.path, _, self.query = target.partition(b"?")
+        self.version = version
+        self.headers = headers
+        self.named = dict(headers)
+        """By their names; of several with one name, the last."""
+        self.keep_alive = body is not None
+        self.expects = False
+        self.body = bytearray(body or b"")
+        self.complete = body is not None
+        """All of the request has come."""
+        self.gone = False
+        """Nothing more comes, and perhaps nobody listens."""
+        self.answered = False
+        self._connection = connection
+        self._body_given = False
+        self._start: Message | None = None
+        self._streaming = False
+        self._when_gone: Callable[[], None] | None = None
+        self._woken: asyncio.Future[None] | None = None
+
+    @property
+    def client(self) -> tuple[Any, ...] | None:
+        return self._connection.client
+
+    # --- From the connection
+
+    def take(self, body: bytes) -> None:
+        if not self.answered:
+            self.body += body
+            if len(self.body) >= BODY_PIECE_BYTES:
+                self.wake()
+
+    def client_has_gone(self) -> None:
+        self.gone = True
+        self.wake()
+        if self._when_gone is not None:
+            self._when_gone()
+
+    def wake(self) -> None:
+        if self._woken is not None and not self._woken.done():
+            self._woken.set_result(None)
+
+    # --- For whoever has taken it on at once
+
+    def when_gone(self, call: Callable[[], None]) -> None:
+        """Has `call` called when the client has gone; now, if it has."""
+        if self.gone:
+            call()
+        else:
+            self._when_gone = call
+
+    def answer(self, answer: Answer, request_id: bytes | None) -> None:
+        """All of the answer, once."""
+        self._answer_whole(start_of(answer, request_id), answer.body)
+        self._connection.answered(self)
+
+    def _answer_whole(self, start: Message, body: bytes) -> None:
+        self._decide_to_keep(start)
+        self._connection.write_whole(start, body, close=not self.keep_alive, without_body=self.method == b"HEAD")
+        self.answered = True
+        self.wake()
+
+    def _decide_to_keep(self, start: Message) -> None:
+        """Whether the connection is good for another request."""
+        if not self.complete or self._connection.shared.stopping or (b"connection", b"close") in start["headers"]:
+            self.keep_alive = False
+
+    # --- For an ASGI application
+
+    @property
+    def scope(self) -> Scope:
+        return {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": self.version,
+            "method": self.method.decode("ascii"),
+            "scheme": self._connection.shared.scheme,
+            "path": self.path.decode("latin-1"),
+            "raw_path": self.path,
+            "query_string": self.query,
+            "root_path": "",
+            "headers": self.headers,
+            "client": self._connection.client,
+        }
+
+    async def receive(self) -> Message:
+        while not (len(self.body) >= BODY_PIECE_BYTES or self.complete or self.gone):
+            if self.expects:
+                self.expects = False
+                self._connection.write(_CONTINUE)
+            await self._change()
+        if self.body or (self.complete and not self._body_given):
+            body = bytes(self.body)
+            self.body.clear()
+            more = not self.complete
+            self._body_given = self.complete
+            if more:
+                self._connection.read_on()  # which may bring the rest, for the next call
+            return {"type": "http.request", "body": body, "more_body": more}
+        while not (self.gone or self.answered):
+            await self._change()
+        return {"type": "http.disconnect"}
+
+    async def _change(self) -> None:
+        self._woken = self._connection.shared.loop.create_future()
+        await self._woken
+
+    async def send(self, message: Message) -> None:
+        if self._start is None:
+            self._start = message
+            self._decide_to_keep(message)
+            return
+        body, more = message["body"], message.get("more_body", False)
+        if not self._streaming and not more:
+            self._answer_whole(self._start, body)
+        else:
+            self._stream(self._start, body, more=more)
+        await self._connection.writable()
+
+    def _stream(self, start: Message, body: bytes, *, more: bool) -> None:
+        chunked = self.version == "1.1"
+        connection = self._connection
+        if not self._streaming:
+            self._streaming = True
+            connection.write_head(start, chunked=chunked, close=not self.keep_alive)
+        if self.method != b"HEAD":
+            if body:
+                connection.write(b"%x\r\n%s\r\n" % (len(body), body) if chunked else body)
+            if chunked and not more:
+                connection.write(_LAST_CHUNK)
+        if not more:
+            self.answered = True
+            self.wake()
+
+
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+AtOnce = Callable[[Exchange], bool]
+"""Takes on a request that has come as a whole, and answers it by `Exchange.answer`, before it returns or later, without
+a task of its own. False leaves the request to the application."""
+
+
+class KnownHeads:
+    """The heads of requests that have come before, of all connections. A client sends the same head again and again,
+    and parsing it costs more than any other step of an acquire but the disk's (docs/adr/0007).
+
+    Only what differs from request to request is read here: a plain path, and the idempotency key. All other lines must
+    equal, byte for byte, those of a request that the parser has read; then they mean what they meant to it, and are
+    followed by as many bytes as they were then.
+    """
+
+    def __init__(self, header_bytes_max: int) -> None:
+        self._header_bytes_max = header_bytes_max
+        self._known: dict[bytes, tuple[tuple[Header, ...], int]] = {}
+        """Lines: what they mean, and how many bytes of a body follow."""
+
+    def learn(self, data: bytes, exchange: Exchange) -> None:
+        """`data` came when nothing was under way, and what the parser has made of it is this request, as a whole."""
+        first = _FIRST_LINE.match(data)
+        if first is None or not exchange.keep_alive:
+            return
+        lines, body_at, key = _lines_of(data, first.end())
+        # Else there is more than this one request, or its body is framed in another way than by its length.
+        if len(data) != body_at + len(exchange.body) or len(lines) > LINES_BYTES_MAX:
+            return
+        headers = tuple(header for header in exchange.headers if header[0] != _KEY_NAME)
+        if len(exchange.headers) - len(headers) != (key is not None) or len(headers) > LINES_MAX:
+            return  # the key is written in another way, or more than once; or there are many lines
+        if len(self._known) >= KNOWN_MAX:
+            self._known.clear()
+        self._known[lines] = headers, len(exchange.body)
+
+    def recall(self, data: bytes, connection: Connection) -> Exchange | None:
+        """The request that is the whole of `data`, if its lines are known."""
+        first = _FIRST_LINE.match(data)
+        if first is None:
+            return None
+        lines, body_at, key = _lines_of(data, first.end())
+        known = self._known.get(lines)
+        if known is None or len(data) != body_at + known[1] or body_at > self._header_bytes_max:
+            return None
+        headers = [*known[0]] if key is None else [*known[0], (_KEY_NAME, key)]
+        return Exchange(connection, b"POST", first[1], "1.1", headers, body=data[body_at:])
+
+
+def _lines_of(data: bytes, begin: int) -> tuple[bytes, int, bytes | None]:
+    """The lines from there on without the key, where the body begins, and the key."""
+    body_at = data.find(b"\r\n\r\n", begin) + 4
+    lines = data[begin:body_at]
+    line = _KEY_LINE.search(lines)
+    if line is None:
+        return lines, body_at, None
+    return lines[: line.start()] + lines[line.end() :], body_at, line[1]
+
+
+def _idleness(now: float, since: float, weight: float) -> float:
+    return weight * (now - since) if now - since >= GRACE_S else 0.0
+
+
+def _check_once(headers: list[Header]) -> None:
+    """Of header lines of which some have the same name."""
+    names = [name for name, _ in headers]
+    for name in _ONCE:
+        if names.count(name) > 1:
+            raise Refusal(400, f"there is more than one {name.decode().title()} header")
+    if names.count(b"transfer-encoding") > 1:
+        raise _other_coding()
+
+
+def _other_coding() -> Refusal:
+    return Refusal(501, "no transfer coding but chunked alone is understood here")
+
+
+def _origin_form(target: bytes) -> bytes:
+    """Path and query of a target that may name the server too, as one sent to a proxy does."""
+    if target[:1] == b"/":
+        return target
+    scheme, separator, rest = target.partition(b"://")
+    if not separator or scheme.lower() not in (b"http", b"https"):
+        return target
+    slash = rest.find(b"/")
+    return rest[slash:] if slash >= 0 else b"/"

@@ -1,0 +1,207 @@
+-- The statements of an election's session. Each is one simple-query message. Locks are held twice, as in lock.sql.
+
+-- name: ledger_version
+-- Which version the ledger has; an error about a missing schema or table means that there is none.
+SELECT max(version) AS version FROM pgleaderlock.schema_version
+
+-- name: ledger_open
+-- Records this session, in one statement: a node is never half described. Commits of the ledger must be on disk before they
+-- are acknowledged: with synchronous_commit off, an epoch that had been handed out was issued again after a crash. Set in
+-- any case: what a session has not set for itself changes under it when the server's files are read again. The number of
+-- the session is a setting of its backend too: the heartbeat asks for it, and no other backend has it.
+SELECT o.session_id, o.system_identifier, o.timeline, d AS described,
+       set_config('pgleaderlock.session', o.session_id::text, false) AS marked,
+       CASE WHEN current_setting('synchronous_commit') = 'off'
+            THEN set_config('synchronous_commit', 'on', false)
+            ELSE set_config('synchronous_commit', current_setting('synchronous_commit'), false) END AS durable
+FROM pgleaderlock.open_session(
+    %(namespace)s, %(instance)s::uuid, %(node_id)s, %(host)s, %(os_pid)s, %(holder_identity)s,
+    %(gate_s)s, %(lease_s)s, %(candidate)s, %(library_version)s,
+    (SELECT a.backend_start FROM pg_stat_get_activity(pg_backend_pid()) a)) o,
+    LATERAL pgleaderlock.describe_session(o.session_id, %(draining)s, %(balance)s) d
+
+-- name: ledger_prepare_heartbeat
+-- Once per session: planned anew each time, a heartbeat that proves leadership would cost a tenth more. A standby refuses
+-- its write, and the function refuses a backend with another pid than the recorded one.
+-- `proven`: does the backend that recorded this session answer, and does it still hold the lock of one role (NULL: it
+-- leads none)? Not of all: asked for a thousand, it would cost half a heartbeat more. What makes a backend lose locks that
+-- we have not released (DISCARD ALL, pg_advisory_unlock_all) takes all of them, and each heartbeat asks for the next one.
+PREPARE pgleaderlock_heartbeat (bigint, text[], boolean, integer, integer) AS
+SELECT beat, roles, epochs, settled, requests, version,
+       CASE WHEN current_setting('pgleaderlock.session', true) = $1::text
+       THEN CASE WHEN $4 IS NULL THEN true
+                 WHEN pg_advisory_unlock($4, $5) THEN pg_try_advisory_lock($4, $5) ELSE false END
+       ELSE false END AS proven
+FROM pgleaderlock.heartbeat($1, $2, $3);
+SELECT true AS prepared
+
+-- name: ledger_heartbeat
+EXECUTE pgleaderlock_heartbeat (%(session_id)s, %(settled)s, %(draining)s, %(key1)s, %(key2)s)
+
+-- name: ledger_try_and_look
+-- One statement for all tries of a tick, and a look at who holds the rest. What is read here may be older than a grant
+-- of the same statement, so it never serves as the predecessor: that is read by the bump, a later statement. As a look
+-- it is safe: what it shows had been committed before the reply came. The try is evaluated once per row, never in a WHERE.
+-- Here and in the next two there is one row for all roles of one holder that share their marks, with the place of each
+-- role among those asked for, and its epoch, as text: of a thousand roles there are few holders, a long reply costs a
+-- standby more than all the rest, and one that reads like the last one need not be read. `marks` are 1 for a granted lock,
+-- 2 for a term that has ended (or never was), 4 for what is left to another node, 8 for what is left to us.
+-- What was given up for another node is left to it for a moment. One that does not see the reservation yet (its snapshot
+-- is older) may win all the same: a preference, and no promise.
+WITH reserved AS MATERIALIZED (
+    SELECT DISTINCT r.role FROM pgleaderlock.requests r
+    WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s
+      AND r.released_at BETWEEN clock_timestamp() - %(hold_s)s * interval '1 second' AND clock_timestamp()
+), tried AS MATERIALIZED (
+    SELECT a.role, a.place, r.role IS NOT NULL AS reserved,
+           CASE WHEN a.wanted AND r.role IS NULL THEN CASE WHEN pg_try_advisory_lock(a.key1, a.key2)
+                THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END ELSE false END AS granted
+    FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
+         WITH ORDINALITY AS a (role, key1, key2, wanted, place)
+    LEFT JOIN reserved r ON r.role = a.role
+), looked AS (
+    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer AS marks,
+           string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
+    FROM tried t
+    LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
+    GROUP BY 1, 2
+)
+SELECT t.session_id, t.marks, t.roles, CASE WHEN s.session_id IS NOT NULL THEN json_build_object(
+           'beat', s.beat, 'holder_identity', s.holder_identity, 'node_id', s.node_id, 'lease_s', s.lease_s,
+           'backend_pid', s.backend_pid, 'backend_start', extract(epoch FROM s.backend_start)::text) END AS holder
+FROM looked t
+LEFT JOIN pgleaderlock.sessions s ON s.session_id = t.session_id
+
+-- name: ledger_try_and_look_closely
+-- The same for a node that balances. It tries only what it knows to be free, so it must see more: whether the backend of a
+-- recorded holder is gone, though its record says otherwise (a lease, which has none, goes by its record); and whether a role
+-- was given up for this very node.
+WITH reserved AS MATERIALIZED (
+    SELECT r.role, bool_and(r.to_node_id = %(node_id)s) AS for_us FROM pgleaderlock.requests r
+    WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id IS NOT NULL
+      AND r.released_at BETWEEN clock_timestamp() - %(hold_s)s * interval '1 second' AND clock_timestamp()
+    GROUP BY r.role
+), tried AS MATERIALIZED (
+    SELECT a.role, a.place, coalesce(NOT r.for_us, false) AS reserved, coalesce(r.for_us, false) AS for_us,
+           CASE WHEN a.wanted AND coalesce(r.for_us, true) THEN CASE WHEN pg_try_advisory_lock(a.key1, a.key2)
+                THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END ELSE false END AS granted
+    FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
+         WITH ORDINALITY AS a (role, key1, key2, wanted, place)
+    LEFT JOIN reserved r ON r.role = a.role
+), looked AS (
+    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer
+               + 8 * t.for_us::integer AS marks,
+           string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
+    FROM tried t
+    LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
+    GROUP BY 1, 2
+)
+SELECT t.session_id, t.marks, t.roles, CASE WHEN s.session_id IS NOT NULL THEN json_build_object(
+           'beat', s.beat, 'holder_identity', s.holder_identity, 'node_id', s.node_id, 'lease_s', s.lease_s,
+           'backend_pid', s.backend_pid, 'backend_start', extract(epoch FROM s.backend_start)::text,
+           'gone', CASE WHEN s.backend_pid = 0 THEN s.ended_at IS NOT NULL ELSE NOT EXISTS (
+               SELECT FROM pg_stat_get_activity(s.backend_pid) a
+               WHERE a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())
+                 AND (a.backend_start IS NULL OR a.backend_start = s.backend_start)) END) END AS holder
+FROM looked t
+LEFT JOIN pgleaderlock.sessions s ON s.session_id = t.session_id
+
+-- name: ledger_members
+-- Who shares the roles of this namespace out: candidates that balance and are not drained, by their record and their
+-- backend. Whether a beat is new is for the caller's own clock. `moving`: a role is on its way to a certain node.
+SELECT s.session_id, s.node_id, s.beat, s.lease_s,
+       EXISTS (SELECT FROM pgleaderlock.requests r
+               WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.kind = 'step_down' AND r.to_node_id IS NOT NULL
+                 AND r.at > clock_timestamp() - %(move_s)s * interval '1 second') AS moving
+FROM pgleaderlock.sessions s
+WHERE s.namespace = %(namespace)s AND s.ended_at IS NULL AND s.candidate AND s.balance AND NOT s.draining
+  AND s.last_heartbeat > clock_timestamp() - make_interval(secs => 2 * s.lease_s)
+  AND EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid) a
+              WHERE a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())
+                AND (a.backend_start IS NULL OR a.backend_start = s.backend_start))
+
+-- name: ledger_namesakes
+-- Processes that live under this session's node_id: heard since this session began, so that what an earlier run of this
+-- node has left behind is none of them.
+SELECT o.host, o.os_pid
+FROM pgleaderlock.sessions me
+JOIN pgleaderlock.sessions o ON o.namespace = me.namespace AND o.node_id = me.node_id
+WHERE me.session_id = %(session_id)s AND o.ended_at IS NULL AND o.last_heartbeat > me.started_at
+  AND o.instance::text <> ALL (%(own)s)
+ORDER BY o.session_id
+LIMIT 5
+
+-- name: ledger_request_step_down
+SELECT pgleaderlock.request_step_down(%(role)s, %(namespace)s, %(to_node_id)s, %(channel)s) AS request_id
+
+-- name: ledger_bump
+SELECT * FROM pgleaderlock.bump(
+    %(session_id)s, %(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wait_ms)s, %(channel)s)
+
+-- name: ledger_end_term
+SELECT end_term AS role FROM pgleaderlock.end_term(
+    %(session_id)s, %(roles)s::text[], %(epochs)s::bigint[], %(clean)s::boolean[], %(reason)s)
+
+-- name: ledger_unlock
+-- After the end of the term has been committed.
+SELECT a.role, CASE WHEN pg_advisory_unlock(a.key1, a.key2)
+                    THEN pg_advisory_unlock(a.key1, a.key2) ELSE false END AS unlocked
+FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[]) AS a (role, key1, key2)
+
+-- name: ledger_hint
+-- Wakes the others; sent after a decision and never with one. It may fail: a full queue refuses it at its commit. It must
+-- not block either: commits that notify queue up behind each other, in all databases of the server, so this one waits for
+-- its turn only briefly, and neither for the disk nor for a standby while it has it.
+SELECT set_config('lock_timeout', '50ms', true), set_config('synchronous_commit', 'off', true),
+       pg_notify(%(channel)s, %(hint)s)
+
+-- name: ledger_owned
+-- Which roles this session still leads by the ledger: asked when a beat's sum does not agree.
+SELECT role, epoch FROM pgleaderlock.leaders WHERE session_id = %(session_id)s AND NOT ended
+
+-- name: ledger_evict
+-- Ends exactly the recorded session: its pid, its start, its database, only of this database role, and only one that was
+-- recorded in this history of the database. A dump that was restored beside its original has the original's records. (Rows
+-- from before version 4 have no history.)
+SELECT pg_terminate_backend(a.pid, %(wait_ms)s) AS ended
+FROM pgleaderlock.sessions s, pg_stat_get_activity(s.backend_pid) a
+WHERE s.session_id = %(evicted_session_id)s AND s.ended_at IS NULL
+  AND a.backend_start = s.backend_start
+  AND a.datid = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND a.usesysid = (SELECT oid FROM pg_roles WHERE rolname = current_user)
+  AND coalesce(s.system_identifier, %(system_identifier)s) = %(system_identifier)s
+  AND coalesce(s.timeline, %(timeline)s) = %(timeline)s
+
+-- name: ledger_note_eviction
+SELECT pgleaderlock.note_eviction(%(session_id)s, %(evicted_session_id)s) AS noted
+
+-- name: ledger_settle_requests
+SELECT pgleaderlock.settle_request(%(session_id)s, a.request_id, a.outcome, a.detail) AS settled
+FROM unnest(%(request_ids)s::bigint[], %(outcomes)s::text[], %(details)s::text[]) AS a (request_id, outcome, detail)
+
+-- name: ledger_work_timeout
+-- How long a drain waits for the work. A ledger of version 4 does not have the column: hence the detour by JSON.
+SELECT (to_jsonb(r) ->> 'work_timeout_s')::float8 AS work_timeout_s FROM pgleaderlock.requests r
+WHERE r.request_id = %(request_id)s
+
+-- name: ledger_reserve
+SELECT pgleaderlock.reserve(%(session_id)s, %(request_ids)s::bigint[]) AS reserved
+
+-- name: ledger_note_drain
+SELECT pgleaderlock.note_drain(%(session_id)s, %(kind)s, %(roles)s::text[], %(details)s::text[]) AS noted
+
+-- name: ledger_report_gates
+SELECT role, failover_s FROM pgleaderlock.report_gates(%(session_id)s, %(reports)s::jsonb)
+
+-- name: ledger_declare_roles
+SELECT pgleaderlock.declare_roles(%(session_id)s, %(roles)s::text[]) AS declared
+
+-- name: ledger_prune
+SELECT pgleaderlock.prune(%(namespace)s, %(keep_s)s * interval '1 second', %(step)s) AS pruned
+
+-- name: ledger_close
+SELECT pgleaderlock.close_session(%(session_id)s) AS closed
+
+-- name: ledger_listen
+-- The channel is an identifier, so it is quoted by the caller.
+LISTEN {channel}

@@ -1,0 +1,24 @@
+-- What `migrate` asks and does around the migrations, which are whole files of their own in migrations/.
+
+-- name: migrate_look
+-- Where we are, and what we may do. The catalogs are open to everybody, so a plain role gets an answer here too.
+SELECT pg_is_in_recovery() AS in_recovery,
+       current_user::text AS role,
+       current_database()::text AS database,
+       has_database_privilege(current_database(), 'CREATE') AS may_create,
+       n.nspowner::regrole::text AS owner,
+       n.nspowner = (SELECT oid FROM pg_roles WHERE rolname = current_user) AS is_owner,
+       coalesce(pg_has_role(n.nspowner, 'USAGE'), false) AS acts_for_owner,
+       EXISTS (SELECT FROM pg_class c WHERE c.relnamespace = n.oid AND c.relname = 'schema_version') AS has_ledger
+FROM (SELECT 1) AS always LEFT JOIN pg_namespace n ON n.nspname = 'pgleaderlock'
+
+-- name: migrate_lock
+-- One migration at a time; the lock ends with the transaction. What is read after it is what the others have committed.
+SELECT set_config('lock_timeout', '60s', true), pg_advisory_xact_lock(%(key1)s, %(key2)s)
+
+-- name: epoch_patience
+-- A fenced transaction that does not end would keep the next statement waiting without end.
+SELECT set_config('lock_timeout', '10s', true)
+
+-- name: epoch_advance
+SELECT a.old_epoch, a.new_epoch FROM pgleaderlock.advance_epoch(%(role)s, %(namespace)s, %(channel)s) a

@@ -1,0 +1,526 @@
+-- Slots: what is to run once per tick, whoever comes first. Gates: when the leader of a term could act. Wishes: which roles
+-- a session competes for, and which role nobody misses any more.
+--
+-- Libraries of version 4 go on working: no function of theirs changes its arguments or its answer. Their terms have no word
+-- about gates (`gate` is NULL), their sessions none about wishes (`wants` is NULL): they count for every role.
+
+SELECT set_config('lock_timeout', '1s', true);
+
+-- One row per tick of a name. `epoch` is the term in which it was claimed last, so whoever leads a later term knows that
+-- the runner of an open slot is gone: `outcome` is NULL while it runs, and stays NULL if its runner was lost.
+CREATE TABLE pgleaderlock.slots (
+    namespace        text NOT NULL,
+    name             text NOT NULL,
+    slot             text NOT NULL,
+    epoch            bigint NOT NULL,
+    holder_identity  text NOT NULL,
+    attempts         integer NOT NULL DEFAULT 1,
+    claimed_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    ended_at         timestamptz,
+    outcome          text CHECK (outcome IN ('done', 'failed')),
+    detail           text,
+    PRIMARY KEY (namespace, name, slot)
+);
+CREATE INDEX slots_latest ON pgleaderlock.slots (namespace, name, claimed_at DESC);
+
+-- In which tick a moment lies. Ticks of more than an hour follow the local clock, as a crontab does, from a Monday's
+-- midnight on; one of them may last an hour more or less. Shorter ones are counted from local midnight in elapsed time. So
+-- a change to summer time neither skips nor doubles one of them.
+CREATE FUNCTION pgleaderlock.tick_of(
+    p_at timestamptz, p_every interval, p_time_zone text, OUT begins timestamptz, OUT ends timestamptz)
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    every_s numeric := extract(epoch FROM p_every);
+    local_time timestamp := p_at AT TIME ZONE p_time_zone;
+    today timestamp := date_trunc('day', local_time);
+    midnight timestamptz := today AT TIME ZONE p_time_zone;
+BEGIN
+    IF every_s > 3600 THEN
+        local_time := date_bin(p_every, local_time, timestamp '2001-01-01');
+        begins := local_time AT TIME ZONE p_time_zone;
+        ends := (local_time + p_every) AT TIME ZONE p_time_zone;
+    ELSE
+        begins := midnight + floor(extract(epoch FROM p_at - midnight) / every_s) * p_every;
+        ends := least(begins + p_every, (today + interval '1 day') AT TIME ZONE p_time_zone);
+    END IF;
+END
+$$;
+
+-- Claims a slot for the leader of this term, or says what became of it. The fence makes sure that the term is the current
+-- one, and that no later one begins before this has committed. `p_retry`: a slot that has failed, or whose runner was
+-- lost, is claimed again. What this term itself has claimed may be claimed again in any case: only one caller leads it, and
+-- the answer may have been lost. Of each name the newest thousand are kept.
+CREATE FUNCTION pgleaderlock.claim_slot(
+    p_namespace text, p_name text, p_slot text, p_epoch bigint, p_holder text, p_retry boolean,
+    OUT claimed boolean, OUT attempts integer, OUT outcome text)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+#variable_conflict use_column
+DECLARE
+    found_slot pgleaderlock.slots;
+BEGIN
+    PERFORM pgleaderlock.fence(p_name, p_epoch, p_namespace, p_holder);
+    SELECT * INTO found_slot FROM pgleaderlock.slots s
+    WHERE s.namespace = p_namespace AND s.name = p_name AND s.slot = p_slot FOR UPDATE;
+    IF found_slot.slot IS NULL THEN
+        INSERT INTO pgleaderlock.slots (namespace, name, slot, epoch, holder_identity)
+        VALUES (p_namespace, p_name, p_slot, p_epoch, p_holder);
+        DELETE FROM pgleaderlock.slots s
+        WHERE s.namespace = p_namespace AND s.name = p_name AND s.claimed_at < (
+            SELECT o.claimed_at FROM pgleaderlock.slots o WHERE o.namespace = p_namespace AND o.name = p_name
+            ORDER BY o.claimed_at DESC OFFSET 999 LIMIT 1);
+        claimed := true;
+        attempts := 1;
+    ELSIF found_slot.outcome IS NULL AND found_slot.epoch = p_epoch
+        OR p_retry AND (found_slot.outcome = 'failed' OR found_slot.outcome IS NULL AND found_slot.epoch < p_epoch) THEN
+        UPDATE pgleaderlock.slots s
+        SET epoch = p_epoch, holder_identity = p_holder, attempts = s.attempts + 1, claimed_at = clock_timestamp(),
+            ended_at = NULL, outcome = NULL, detail = NULL
+        WHERE s.namespace = p_namespace AND s.name = p_name AND s.slot = p_slot;
+        claimed := true;
+        attempts := found_slot.attempts + 1;
+    ELSE
+        claimed := false;
+        attempts := found_slot.attempts;
+        outcome := found_slot.outcome;
+    END IF;
+END
+$$;
+
+-- What became of a slot, told by the runner that has claimed it. Not fenced: as long as no later term has claimed the slot,
+-- what its runner says is true, even if its term was over when the work ended. False if another term has claimed it.
+CREATE FUNCTION pgleaderlock.finish_slot(
+    p_namespace text, p_name text, p_slot text, p_epoch bigint, p_holder text, p_outcome text, p_detail text) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    UPDATE pgleaderlock.slots s SET outcome = p_outcome, detail = p_detail, ended_at = clock_timestamp()
+    WHERE s.namespace = p_namespace AND s.name = p_name AND s.slot = p_slot AND s.epoch = p_epoch
+      AND s.holder_identity = p_holder AND (s.outcome IS NULL OR s.outcome = p_outcome);  -- the answer may have been lost
+    RETURN FOUND;
+END
+$$;
+
+-- The gate of each term, as its leader tells. `gate` is `open`, or why it is shut; NULL if its leader has never said: a
+-- library of version 4. `opened_at`: when it could act for the first time. `opens_at`: when a gate that waits will open.
+-- `shut_at`: the last moment at which it could act, NULL while it is open. `gaps`: when it was shut in between, as arrays of
+-- two times in milliseconds since 1970 and the reason; the newest hundred.
+ALTER TABLE pgleaderlock.terms
+    ADD COLUMN gate         text,
+    ADD COLUMN opened_at    timestamptz,
+    ADD COLUMN opens_at     timestamptz,
+    ADD COLUMN shut_at      timestamptz,
+    ADD COLUMN in_flight    integer,
+    ADD COLUMN work_failed  boolean NOT NULL DEFAULT false,
+    ADD COLUMN gaps         jsonb NOT NULL DEFAULT '[]';
+
+-- Records what a leader tells of its gates; answers for which roles it was recorded and, when a gate has opened for the
+-- first time in its term, how long nobody could act before (as `history_terms` counts it). A statement of its own, for people
+-- only: nothing decides by it, and it may fail. Moments come as ages, in seconds before the send: no two clocks are
+-- compared. Locks rows of terms alone (5 in the order of 0004), and waits for none of them: what is left out is told again.
+CREATE FUNCTION pgleaderlock.report_gates(p_session_id bigint, p_reports jsonb)
+RETURNS TABLE (role text, failover_s double precision)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+#variable_conflict use_column
+DECLARE
+    me pgleaderlock.sessions%ROWTYPE;
+    at constant timestamptz := clock_timestamp();
+BEGIN
+    SELECT * INTO me FROM pgleaderlock.sessions s
+    WHERE s.session_id = p_session_id AND s.backend_pid = pg_backend_pid() AND s.ended_at IS NULL;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'session % is not recorded for this backend', p_session_id USING ERRCODE = 'PGL03';
+    END IF;
+    -- Nobody waits for this: neither for a lock, nor for the disk, nor for a standby. But a lease beats with each message,
+    -- and a beat that others have seen must never be issued again.
+    PERFORM set_config('lock_timeout', '50ms', true);
+    IF me.hold = 'session' THEN
+        PERFORM set_config('synchronous_commit', 'off', true);
+    END IF;
+    RETURN QUERY
+    WITH told AS MATERIALIZED (
+        SELECT r.role, r.epoch, r.gate, r.in_flight, r.work_failed,
+               CASE WHEN r.opened_age_s >= 0 THEN at - make_interval(secs => r.opened_age_s) END AS opened_at,
+               at + make_interval(secs => r.opens_in_s) AS opens_at,
+               CASE WHEN r.shut_age_s >= 0 THEN at - make_interval(secs => r.shut_age_s) END AS shut_at,
+               (SELECT jsonb_agg(jsonb_build_array(
+                    (extract(epoch FROM at - make_interval(secs => (g.gap ->> 0)::float8)) * 1000)::bigint,
+                    (extract(epoch FROM at - make_interval(secs => (g.gap ->> 1)::float8)) * 1000)::bigint,
+                    g.gap ->> 2) ORDER BY g.n)
+                FROM jsonb_array_elements(r.gaps) WITH ORDINALITY AS g (gap, n)) AS gaps
+        FROM jsonb_to_recordset(p_reports) AS r (
+            role text, epoch bigint, gate text, in_flight integer, work_failed boolean,
+            opened_age_s float8, opens_in_s float8, shut_age_s float8, gaps jsonb)
+    ), open_terms AS MATERIALIZED (
+        SELECT t.role, t.epoch, t.opened_at IS NULL AND r.opened_at IS NOT NULL AS opens
+        FROM pgleaderlock.terms t JOIN told r ON r.role = t.role AND r.epoch = t.epoch
+        WHERE t.namespace = me.namespace AND t.session_id = p_session_id AND t.ended_at IS NULL
+        ORDER BY t.role, t.epoch FOR NO KEY UPDATE OF t SKIP LOCKED
+    )
+    UPDATE pgleaderlock.terms t
+    SET gate = r.gate, in_flight = r.in_flight, work_failed = coalesce(r.work_failed, false), opens_at = r.opens_at,
+        opened_at = coalesce(t.opened_at, CASE WHEN r.opened_at IS NOT NULL THEN greatest(t.began_at, r.opened_at) END),
+        shut_at = CASE WHEN r.shut_at IS NOT NULL THEN greatest(t.began_at, r.shut_at) END,
+        gaps = CASE WHEN r.gaps IS NULL THEN t.gaps
+                    ELSE jsonb_path_query_array(t.gaps || r.gaps, '$[last - 99 to last]') END
+    FROM open_terms o JOIN told r ON r.role = o.role AND r.epoch = o.epoch
+    WHERE t.namespace = me.namespace AND t.role = o.role AND t.epoch = o.epoch
+    RETURNING t.role, CASE WHEN o.opens THEN (
+        SELECT extract(epoch FROM t.opened_at - CASE
+                   WHEN p.gate IS NULL THEN p.ended_at
+                   ELSE coalesce(p.shut_at, greatest(p.opened_at, p.ended_at)) END)::float8
+        FROM pgleaderlock.terms p
+        WHERE p.namespace = t.namespace AND p.role = t.role AND p.epoch < t.epoch
+          AND (p.gate IS NULL OR p.opened_at IS NOT NULL)
+        ORDER BY p.epoch DESC LIMIT 1) END;
+END
+$$;
+
+-- Which roles a session competes for, as it says itself: for people, who ask who could take a role over. NULL: it has not
+-- said. An array on its own row, because a heartbeat does not touch it and a long one is kept outside of the row.
+ALTER TABLE pgleaderlock.sessions ADD COLUMN wants text[];
+
+-- Records it. A statement of its own, which may fail: nothing decides by it. Writes to the caller's own row alone.
+CREATE FUNCTION pgleaderlock.declare_roles(p_session_id bigint, p_roles text[]) RETURNS boolean
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    UPDATE pgleaderlock.sessions SET wants = p_roles
+    WHERE session_id = p_session_id AND backend_pid = pg_backend_pid() AND ended_at IS NULL
+    RETURNING true
+$$;
+
+-- How long a node that is asked to drain waits for its work; NULL: as long as that takes. Not part of what a heartbeat
+-- answers, which libraries of version 4 read as well: a node looks it up when it is asked.
+ALTER TABLE pgleaderlock.requests ADD COLUMN work_timeout_s double precision CHECK (work_timeout_s > 0);
+
+-- As request_drain, with an end of the work.
+CREATE FUNCTION pgleaderlock.request_drain_within(p_node_id text, p_namespace text, p_work_timeout_s double precision)
+RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    asked constant bigint := pgleaderlock.request_of_node('drain', p_node_id, p_namespace, NULL);
+BEGIN
+    UPDATE pgleaderlock.requests r SET work_timeout_s = p_work_timeout_s WHERE r.request_id = asked;
+    RETURN asked;
+END
+$$;
+
+-- The last epoch of a role when an operator said that nobody misses it any more. While no later term has begun and nobody
+-- leads it, lists leave it out: see `role_forgotten` in history.sql.
+ALTER TABLE pgleaderlock.leaders ADD COLUMN forgotten_epoch bigint;
+
+-- Forgets a role in the state in which it was seen; false if another term has begun since.
+CREATE FUNCTION pgleaderlock.forget_role(p_role text, p_namespace text, p_epoch bigint) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    UPDATE pgleaderlock.leaders l SET forgotten_epoch = l.epoch
+    WHERE l.namespace = p_namespace AND l.role = p_role AND l.epoch = p_epoch;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    INSERT INTO pgleaderlock.events (kind, namespace, role, epoch, detail)
+    VALUES ('forgotten', p_namespace, p_role, p_epoch, 'by ' || session_user);
+    RETURN true;
+END
+$$;
+
+-- Nobody may do anything until it is granted: see grants.sql. But a role that was a node before still is one,
+-- and one that could read all the rest can read the slots.
+REVOKE ALL ON pgleaderlock.slots FROM PUBLIC;
+REVOKE ALL ON FUNCTION pgleaderlock.tick_of, pgleaderlock.claim_slot, pgleaderlock.finish_slot, pgleaderlock.report_gates,
+    pgleaderlock.declare_roles, pgleaderlock.request_drain_within, pgleaderlock.forget_role FROM PUBLIC;
+DO $$
+DECLARE
+    node text;  -- as it is quoted, it may be longer than a name
+BEGIN
+    FOR node IN
+        SELECT DISTINCT a.grantee::regrole::text
+        FROM pg_class c, aclexplode(c.relacl) a
+        WHERE c.oid = 'pgleaderlock.terms'::regclass AND a.privilege_type = 'SELECT' AND a.grantee NOT IN (0, c.relowner)
+    LOOP
+        EXECUTE format('GRANT SELECT ON pgleaderlock.slots TO %s', node);
+    END LOOP;
+    FOR node IN
+        SELECT DISTINCT a.grantee::regrole::text
+        FROM pg_proc p, aclexplode(p.proacl) a
+        WHERE p.oid = 'pgleaderlock.heartbeat(bigint, text[], boolean)'::regprocedure AND a.privilege_type = 'EXECUTE'
+          AND a.grantee NOT IN (0, p.proowner)
+    LOOP
+        EXECUTE format('GRANT EXECUTE ON FUNCTION pgleaderlock.tick_of, pgleaderlock.claim_slot, pgleaderlock.finish_slot,'
+                       ' pgleaderlock.report_gates, pgleaderlock.declare_roles, pgleaderlock.request_drain_within,'
+                       ' pgleaderlock.forget_role TO %s', node);
+    END LOOP;
+END
+$$;
+
+-- LEASES: nodes without a session of their own, behind a pooler that gives each transaction any backend.
+--
+-- A lease is a row of sessions, and nothing else. Everything that its owner sends is one message and one transaction, which
+-- begins with lease_begin and ends with lease_done; between the two, the row is recorded for this backend, so every
+-- function of a session serves a lease as it is. `number` is that of the last message which was carried out: it only rises,
+-- so a late or doubled message changes nothing, and the answer to a message settles the fate of all before it. `ended_at`
+-- is final. A lease holds no lock between its messages: the roles of one that has not ended are its own by the rows, and
+-- whoever wants a role of one that has fallen silent ends it first, at the beat that it stopped at.
+--
+-- Sessions and leases exclude each other: both begin a term only with the role's advisory lock, a lease has it until the
+-- commit, and bump leaves alone what a lease holds that has not ended.
+
+ALTER TABLE pgleaderlock.sessions
+    ADD COLUMN hold      text NOT NULL DEFAULT 'session' CHECK (hold IN ('session', 'lease')),
+    ADD COLUMN number    bigint NOT NULL DEFAULT 0,
+    ADD COLUMN key_hash  bytea UNIQUE;  -- of what only the owner of a lease knows: who reads this table cannot act as it
+
+-- As in version 4. New: no backend belongs to a lease, which is there until it ends.
+CREATE OR REPLACE FUNCTION pgleaderlock.is_there(p_session pgleaderlock.sessions) RETURNS boolean
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    SELECT p_session.hold = 'lease' OR EXISTS (
+        SELECT FROM pg_stat_get_activity(p_session.backend_pid) a
+        WHERE a.datid = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+          AND (a.backend_start IS NULL OR p_session.backend_start IN (a.backend_start, '-infinity')))
+$$;
+
+-- What the transaction of a lease depends on, whatever the pooler or the DBA has set; until its end. What is acknowledged
+-- must be on disk, and a cancelled wait for a standby must be told.
+CREATE FUNCTION pgleaderlock.lease_settings() RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'a lease needs READ COMMITTED' USING ERRCODE = 'PGL03';
+    END IF;
+    IF current_setting('synchronous_commit') = 'off' THEN
+        PERFORM set_config('synchronous_commit', 'on', true);
+    END IF;
+    PERFORM set_config('client_min_messages', 'warning', true), set_config('lock_timeout', '1s', true);
+END
+$$;
+
+-- Records a lease. Idempotent by the caller's key: the message may arrive twice. `p_previous` is the one lease that this
+-- process knows to have lost, and it ends here.
+CREATE FUNCTION pgleaderlock.lease_open(
+    p_namespace text, p_instance uuid, p_key uuid, p_previous bigint, p_node_id text, p_host text, p_os_pid integer,
+    p_holder_identity text, p_gate_s double precision, p_lease_s double precision, p_candidate boolean,
+    p_library_version text, p_draining boolean,
+    OUT session_id bigint, OUT system_identifier bigint, OUT timeline integer)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+#variable_conflict use_column
+DECLARE
+    here record;
+    own bigint;
+    key_hash_of bytea := sha256(uuid_send(p_key));
+BEGIN
+    PERFORM pgleaderlock.lease_settings();
+    SELECT h.system_identifier, h.timeline INTO here FROM pgleaderlock.history() h;
+    INSERT INTO pgleaderlock.histories (system_identifier, timeline) VALUES (here.system_identifier, here.timeline)
+    ON CONFLICT DO NOTHING;
+    INSERT INTO pgleaderlock.sessions AS s (
+        namespace, instance, node_id, host, os_pid, holder_identity, backend_pid, backend_start, database_role,
+        gate_s, lease_s, candidate, library_version, draining, system_identifier, timeline, hold, key_hash)
+    VALUES (p_namespace, p_instance, p_node_id, p_host, p_os_pid, p_holder_identity, 0, clock_timestamp(), session_user,
+        p_gate_s, p_lease_s, p_candidate, p_library_version, p_draining, here.system_identifier, here.timeline,
+        'lease', key_hash_of)
+    ON CONFLICT (key_hash) DO NOTHING
+    RETURNING s.session_id INTO own;
+    IF own IS NOT NULL THEN
+        WITH ended AS (
+            UPDATE pgleaderlock.sessions s SET ended_at = clock_timestamp()
+            WHERE s.session_id = p_previous AND s.instance = p_instance AND s.database_role = session_user
+              AND s.hold = 'lease' AND s.ended_at IS NULL
+            RETURNING s.session_id, s.namespace, s.node_id
+        )
+        INSERT INTO pgleaderlock.events (kind, namespace, node_id, detail)
+        SELECT e.kind, e.namespace, e.node_id, e.detail
+        FROM (
+            SELECT 1 AS n, 'session_ended' AS kind, o.namespace, o.node_id, 'lease ' || o.session_id || ' was lost' AS detail
+            FROM ended o
+            UNION ALL
+            SELECT 2, 'session_opened', p_namespace, p_node_id,
+                   'lease ' || own || ' of ' || p_holder_identity || ', version ' || p_library_version
+        ) e ORDER BY e.n;
+    ELSE
+        SELECT s.session_id INTO own FROM pgleaderlock.sessions s WHERE s.key_hash = key_hash_of;
+    END IF;
+    lease_open.session_id := own;
+    lease_open.system_identifier := here.system_identifier;
+    lease_open.timeline := here.timeline;
+END
+$$;
+
+-- How every message of a lease begins: with its own row, which stays locked until the commit. PGL06: the lease is over.
+-- PGL07: a later message was carried out before this one.
+CREATE FUNCTION pgleaderlock.lease_begin(p_session_id bigint, p_key uuid, p_number bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    here record;
+BEGIN
+    PERFORM pgleaderlock.lease_settings();
+    SELECT h.system_identifier, h.timeline INTO here FROM pgleaderlock.history() h;
+    UPDATE pgleaderlock.sessions s
+    SET number = p_number, beat = s.beat + 1, last_heartbeat = clock_timestamp(), backend_pid = pg_backend_pid()
+    WHERE s.session_id = p_session_id AND s.key_hash = sha256(uuid_send(p_key)) AND s.ended_at IS NULL
+      AND s.number < p_number AND (s.system_identifier, s.timeline) = (here.system_identifier, here.timeline);
+    IF FOUND THEN
+        RETURN;
+    END IF;
+    IF EXISTS (SELECT FROM pgleaderlock.sessions s
+               WHERE s.session_id = p_session_id AND s.key_hash = sha256(uuid_send(p_key)) AND s.ended_at IS NULL
+                 AND s.number >= p_number) THEN
+        RAISE EXCEPTION 'message % of lease % comes too late', p_number, p_session_id USING ERRCODE = 'PGL07';
+    END IF;
+    RAISE EXCEPTION 'lease % is over', p_session_id USING ERRCODE = 'PGL06';
+END
+$$;
+
+-- How it ends: the backend serves somebody else next.
+CREATE FUNCTION pgleaderlock.lease_done(p_session_id bigint, p_key uuid) RETURNS void
+LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    UPDATE pgleaderlock.sessions s SET backend_pid = 0
+    WHERE s.session_id = p_session_id AND s.key_hash = sha256(uuid_send(p_key))
+$$;
+
+-- Ends leases that have fallen silent, each at the beat that the caller saw last; a session or a lease may do that. A row
+-- that somebody has locked is not silent: its owner beats, or another one ends it. From the commit on, no message of an
+-- ended lease is carried out, and the beat that it stopped at is what each successor compares its own sight with.
+CREATE FUNCTION pgleaderlock.end_silent_leases(p_session_id bigint, p_silent bigint[], p_beats bigint[])
+RETURNS SETOF bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+#variable_conflict use_column
+DECLARE
+    me pgleaderlock.sessions%ROWTYPE;
+BEGIN
+    SELECT * INTO me FROM pgleaderlock.sessions s
+    WHERE s.session_id = p_session_id AND s.backend_pid = pg_backend_pid() AND s.ended_at IS NULL;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'session % is not recorded for this backend', p_session_id USING ERRCODE = 'PGL03';
+    END IF;
+    RETURN QUERY
+    WITH silent AS MATERIALIZED (
+        SELECT s.session_id
+        FROM unnest(p_silent, p_beats) AS a (session_id, beat)
+        JOIN pgleaderlock.sessions s ON s.session_id = a.session_id AND s.beat = a.beat
+        WHERE s.hold = 'lease' AND s.ended_at IS NULL AND s.namespace = me.namespace AND s.session_id <> me.session_id
+        ORDER BY s.session_id FOR NO KEY UPDATE OF s SKIP LOCKED
+    ), ended AS (
+        UPDATE pgleaderlock.sessions s SET ended_at = clock_timestamp()
+        FROM silent x WHERE s.session_id = x.session_id
+        RETURNING s.session_id, s.namespace, s.node_id
+    ), noted AS (
+        INSERT INTO pgleaderlock.events (kind, namespace, node_id, detail)
+        SELECT 'evicted', e.namespace, e.node_id, 'silent lease ' || e.session_id || ' ended by ' || me.node_id FROM ended e
+    )
+    SELECT e.session_id FROM ended e;
+END
+$$;
+
+-- The locks of roles that a lease is about to take, until the commit: as long as a session has one, that role is not free.
+-- The lock that is recorded for a role is needed as well, if the caller's is another one. What the ledger shows of a role is
+-- read by later statements.
+CREATE FUNCTION pgleaderlock.lease_lock(p_session_id bigint, p_roles text[], p_key1 integer[], p_key2 integer[])
+RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    unused bigint;
+BEGIN
+    SELECT count(*) FILTER (WHERE x.locked) INTO unused
+    FROM (
+        SELECT CASE WHEN l.key1 IS NULL OR (l.key1, l.key2) = (a.key1, a.key2) THEN pg_try_advisory_xact_lock(a.key1, a.key2)
+                    WHEN pg_try_advisory_xact_lock(l.key1, l.key2) THEN pg_try_advisory_xact_lock(a.key1, a.key2)
+                    ELSE false END AS locked
+        FROM pgleaderlock.sessions me, unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
+        LEFT JOIN pgleaderlock.leaders l
+            ON l.role = a.role AND l.namespace = (SELECT s.namespace FROM pgleaderlock.sessions s WHERE s.session_id = p_session_id)
+        WHERE me.session_id = p_session_id AND me.backend_pid = pg_backend_pid() AND me.ended_at IS NULL
+        OFFSET 0
+    ) x;
+END
+$$;
+
+-- As in version 4, whose function it calls. New: what a live lease holds is not free, though its lock was. Nobody can begin
+-- a term of such a role meanwhile: that takes the lock, which the caller has. A session gets its lock taken away here: an
+-- older library would keep it. That one holds it once, and a newer one twice.
+-- Nor does a key go to a new name while a lease leads under the old one. No lock tells whether it does: a lease that has been
+-- silent for long is ended first, or it would wake up and lead beside its heir. One that beats just now keeps its key.
+ALTER FUNCTION pgleaderlock.bump(bigint, text[], integer[], integer[], integer, text) RENAME TO bump_unleased;
+CREATE FUNCTION pgleaderlock.bump(
+    p_session_id bigint, p_roles text[], p_key1 integer[], p_key2 integer[], p_wait_ms integer, p_channel text)
+RETURNS TABLE (
+    role text, outcome text, epoch bigint, system_identifier bigint, timeline integer,
+    prev_session_id bigint, prev_beat bigint, prev_wait_t double precision, prev_clean boolean, prev_instance uuid)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+#variable_conflict use_column
+DECLARE
+    leased text[];
+    named text[];
+BEGIN
+    WITH asleep AS MATERIALIZED (
+        SELECT s.session_id
+        FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
+        JOIN pgleaderlock.sessions me ON me.session_id = p_session_id
+        JOIN pgleaderlock.leaders l
+            ON l.key1 = a.key1 AND l.key2 = a.key2 AND (l.namespace, l.role) <> (me.namespace, a.role) AND NOT l.ended
+        JOIN pgleaderlock.sessions s ON s.session_id = l.session_id AND s.hold = 'lease' AND s.ended_at IS NULL
+        WHERE s.session_id <> p_session_id AND NOT pgleaderlock.is_live(s)
+        ORDER BY s.session_id FOR NO KEY UPDATE OF s SKIP LOCKED
+    ), ended AS (
+        UPDATE pgleaderlock.sessions s SET ended_at = clock_timestamp()
+        FROM asleep x WHERE s.session_id = x.session_id
+        RETURNING s.session_id, s.namespace, s.node_id
+    )
+    INSERT INTO pgleaderlock.events (kind, namespace, node_id, detail)
+    SELECT 'evicted', e.namespace, e.node_id, 'silent lease ' || e.session_id || ' ended: its key has a new name' FROM ended e;
+    SELECT coalesce(array_agg(a.role), '{}') INTO named
+    FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
+    JOIN pgleaderlock.sessions me ON me.session_id = p_session_id
+    JOIN pgleaderlock.leaders l
+        ON l.key1 = a.key1 AND l.key2 = a.key2 AND (l.namespace, l.role) <> (me.namespace, a.role) AND NOT l.ended
+    JOIN pgleaderlock.sessions s ON s.session_id = l.session_id AND s.hold = 'lease' AND s.ended_at IS NULL
+    WHERE s.session_id <> p_session_id;
+    SELECT coalesce(array_agg(l.role), '{}') INTO leased
+    FROM pgleaderlock.sessions me
+    JOIN pgleaderlock.leaders l ON l.namespace = me.namespace AND l.role = ANY (p_roles) AND NOT l.ended
+    JOIN pgleaderlock.sessions s ON s.session_id = l.session_id AND s.hold = 'lease' AND s.ended_at IS NULL
+    WHERE me.session_id = p_session_id AND s.session_id <> p_session_id;
+    IF cardinality(leased) > 0 THEN
+        FOR round IN 1..2 LOOP
+            PERFORM pg_advisory_unlock(a.key1, a.key2)
+            FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
+            JOIN pgleaderlock.sessions me ON me.session_id = p_session_id AND me.hold = 'session'
+            WHERE a.role = ANY (leased) AND EXISTS (  -- of a lock that is not held, PostgreSQL would warn
+                SELECT FROM pg_locks k
+                WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.pid = pg_backend_pid()
+                  AND k.classid = (a.key1::bigint & 4294967295)::oid AND k.objid = (a.key2::bigint & 4294967295)::oid);
+        END LOOP;
+        RETURN QUERY
+        SELECT r.role, 'not_held', NULL::bigint, NULL::bigint, NULL::integer, NULL::bigint, NULL::bigint,
+               NULL::double precision, NULL::boolean, NULL::uuid
+        FROM unnest(leased) AS r (role);
+    END IF;
+    RETURN QUERY
+    SELECT r.role, 'collision', NULL::bigint, NULL::bigint, NULL::integer, NULL::bigint, NULL::bigint,
+           NULL::double precision, NULL::boolean, NULL::uuid
+    FROM unnest(named) AS r (role) WHERE r.role <> ALL (leased);
+    RETURN QUERY
+    SELECT b.*
+    FROM (SELECT coalesce(array_agg(a.role), '{}') AS roles, array_agg(a.key1) AS key1, array_agg(a.key2) AS key2
+          FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2) WHERE a.role <> ALL (leased || named)) free,
+         LATERAL pgleaderlock.bump_unleased(p_session_id, free.roles, free.key1, free.key2, p_wait_ms, p_channel) b;
+END
+$$;
+
+-- Nobody may do anything until it is granted: see grants.sql. But whoever was a node before is one still.
+REVOKE ALL ON FUNCTION pgleaderlock.lease_settings, pgleaderlock.lease_open, pgleaderlock.lease_begin, pgleaderlock.lease_done,
+    pgleaderlock.end_silent_leases, pgleaderlock.lease_lock, pgleaderlock.bump FROM PUBLIC;
+DO $$
+DECLARE
+    node text;  -- as it is quoted, it may be longer than a name
+BEGIN
+    FOR node IN
+        SELECT DISTINCT a.grantee::regrole::text
+        FROM pg_proc p, aclexplode(p.proacl) a
+        WHERE p.oid = 'pgleaderlock.heartbeat(bigint, text[], boolean)'::regprocedure AND a.privilege_type = 'EXECUTE'
+          AND a.grantee NOT IN (0, p.proowner)
+    LOOP
+        EXECUTE format('REVOKE ALL ON FUNCTION pgleaderlock.bump_unleased FROM %s', node);
+        EXECUTE format('GRANT EXECUTE ON FUNCTION pgleaderlock.bump, pgleaderlock.lease_open, pgleaderlock.lease_begin,'
+                       ' pgleaderlock.lease_done, pgleaderlock.end_silent_leases, pgleaderlock.lease_lock TO %s', node);
+    END LOOP;
+END
+$$;
+
+INSERT INTO pgleaderlock.schema_version (version) VALUES (5);

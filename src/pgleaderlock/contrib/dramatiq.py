@@ -1,0 +1,93 @@
+"""Dramatiq: messages that are sent periodically by one worker of many, and one run of an actor at a time.
+
+Needs the extra `dramatiq`. What it does not promise: a tick that falls between the end of a leader and the start of its
+successor is not sent.
+"""
+
+import contextlib
+import heapq
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pgleaderlock._config.durations import positive_s
+from pgleaderlock.contrib._jobs import one_at_a_time
+from pgleaderlock.errors import LockError, ShutdownError
+from pgleaderlock.sync import LeaderLock
+
+try:
+    from dramatiq import Actor, Broker, Middleware, Worker
+except ImportError as error:
+    raise ImportError(
+        "pgleaderlock.contrib.dramatiq needs dramatiq: pip install 'pgleaderlock[dramatiq]'", name=error.name
+    ) from error
+
+__all__ = ["Periodic", "one_at_a_time"]
+
+ActorT = TypeVar("ActorT", bound="Actor[..., Any]")
+CLOSE_S = 5.0
+
+
+class Periodic(Middleware):
+    """Sends messages to actors every so many seconds, from the one worker process that leads.
+
+    periodic = Periodic(LeaderLock.for_name(dsn, "periodic"))
+    broker.add_middleware(periodic)
+
+    @periodic.every(60)
+    @dramatiq.actor
+    def poll() -> None: ...
+
+    The ticks are multiples of the interval since 1970, the same in every process. A takeover does not shift them.
+    """
+
+    def __init__(self, leader_lock: LeaderLock) -> None:
+        """The lock is started and shut down with each worker."""
+        self.leader_lock = leader_lock
+        self._actors: list[tuple[float, Actor[..., Any]]] = []
+        self._thread: threading.Thread | None = None
+
+    def every(self, seconds: float) -> Callable[[ActorT], ActorT]:
+        """Send the actor a message without arguments at each tick, above `@dramatiq.actor`."""
+        positive_s("every", seconds)
+
+        def add(actor: ActorT) -> ActorT:
+            self._actors.append((seconds, actor))
+            return actor
+
+        return add
+
+    def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
+        """In each worker process, after the fork."""
+        if self._thread is None and self._actors:
+            self.leader_lock.start()
+            self._thread = threading.Thread(target=self._lead, name="pgleaderlock periodic", daemon=True)
+            self._thread.start()
+
+    def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
+        """Another worker takes over at once."""
+        if self._thread is not None:
+            with contextlib.suppress(ShutdownError):  # a broker that hangs: the lock is free all the same
+                self.leader_lock.shutdown(CLOSE_S)
+            self._thread.join(CLOSE_S)
+            self._thread = None
+
+    def _lead(self) -> None:
+        with contextlib.suppress(LockError):  # shut down before the thread has begun
+            self.leader_lock.lead(self._send, on_failure="restart")
+
+    def _send(self, stop: threading.Event) -> None:
+        due = [(_next_tick(seconds), number) for number, (seconds, _) in enumerate(self._actors)]
+        heapq.heapify(due)
+        while not stop.wait(max(0.0, due[0][0] - time.time())):
+            if time.time() < due[0][0]:
+                continue  # the wall clock was set back meanwhile
+            seconds, actor = self._actors[due[0][1]]
+            heapq.heapreplace(due, (_next_tick(seconds), due[0][1]))
+            if self.leader_lock.is_leader:
+                actor.send()
+
+
+def _next_tick(seconds: float) -> float:
+    return (time.time() // seconds + 1) * seconds

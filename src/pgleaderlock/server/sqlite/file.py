@@ -1,0 +1,446 @@
+"""The file of the SQLite store: claimed for one process, opened with the settings that durability needs, and its errors
+explained with a remedy.
+
+Must never open a file with weaker settings than asked for: what cannot be verified is refused.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import apsw
+
+from pgleaderlock._base.logging import get_logger
+from pgleaderlock._pg import statements
+from pgleaderlock.server.store import StoreBusy, StoreError
+
+__all__ = [
+    "LOG_HEADER_BYTES",
+    "SCHEMA_VERSION",
+    "Claim",
+    "Identity",
+    "described",
+    "explained",
+    "open_copier",
+    "open_reader",
+    "open_to_look",
+    "open_writer",
+    "refuse_bad_place",
+    "sql",
+    "sync_folder",
+]
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x70676C6C  # "pgll", in the header of the file: nobody else's database is touched
+SYNCHRONOUS_NORMAL = 1
+SYNCHRONOUS_FULL = 2
+SYNCHRONOUS = SYNCHRONOUS_FULL
+PAGE_BYTES = 1024  # a grant writes one page: with a million locks, small ones are a third faster
+CACHE_KIB = 64 * 1024
+LOG_PAGES = 4_000
+LOG_HEADER_BYTES = 32
+FRAME_HEADER_BYTES = 24
+LOG_KEPT_FACTOR = 2
+"""A log that has become so many times longer than usual is cut when it starts again. Under load it is always somewhat
+longer than usual, and each cut would cost the time of making the file longer again."""
+BUSY_MS = 2000
+LOOK_AGAIN_S = 0.01
+"""How long a check of both names is good for. A server that opens a file waits longer before it grants anything, and
+what is written just after a file was moved is lost in no other way than what was written just before."""
+# SQLite's write-ahead log needs memory that all its users share, and locks that hold: neither crosses a network.
+NETWORK_FILE_SYSTEMS = frozenset({
+    "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.cephfs", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs",
+    "fuse.sshfs", "gfs2", "glusterfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "smb2", "smb3", "smbfs",
+})  # fmt: skip
+
+_log = get_logger("pgleaderlock.server")
+
+
+def sql(name: str) -> str:
+    """The text of a statement of this store."""
+    return statements.statement(f"sqlite_{name}").decode()
+
+
+# --- One process
+
+
+_claims: "weakref.WeakSet[Claim]" = weakref.WeakSet()
+
+
+class Claim:
+    """The right to be the one process that uses a file: locks of the operating system on two files.
+
+    The file beside (`-owner`) stands for the name: the log that belongs to the name is used by one server. It stays,
+    because removing it would let two servers in. The lock on the database itself stands for the file, by whatever path
+    it is reached. Linux keeps these locks apart from SQLite's, which are POSIX locks.
+
+    The kernel ends both with the process, however that ends. It also ends all POSIX locks of a process on a file as
+    soon as that process closes any descriptor of it. So a claim is given up after SQLite's connections are closed, and
+    a file that this very process has claimed is not even opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fds: list[int] = []
+        self.inode: tuple[int, int] | None = None
+        try:
+            self._take_name(path)
+            if sys.platform == "linux":  # elsewhere, the lock on the database would shut out SQLite's own
+                self._take_file(path)
+            _refuse_second_name(path)
+        except BaseException:
+            self.give_up()
+            raise
+        _claims.add(self)
+
+    def _take_name(self, path: Path) -> None:
+        fd = self._open(Path(f"{path}-owner"))
+        if not _locked(fd):
+            pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
+            raise StoreError(f"{path} is in use by another lock server (process {pid or 'unknown'}): {_ONE_SERVER}")
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _take_file(self, path: Path) -> None:
+        ours = path.exists() and any(claim.inode == _inode(path.stat()) for claim in _claims)
+        if ours or not _locked(self._open(path)):
+            raise StoreError(
+                f"{path} is in use by another lock server, under another path (a hard link, or a mount of the file): "
+                f"{_ONE_SERVER}"
+            )
+        self.inode = _inode(os.fstat(self._fds[-1]))
+
+    def _open(self, path: Path) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fds.append(fd)
+        return fd
+
+    def give_up(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+        self.inode = None
+
+
+_ONE_SERVER = (
+    "one server, one file. Stop that one, give this one a file of its own, or let many servers share a PostgreSQL store"
+)
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _refuse_second_name(path: Path) -> None:
+    """SQLite finds the log by the name of the file. By another name it would not see what a killed server has left
+    there, and tokens would be given again."""
+    if path.exists() and (names := path.stat().st_nlink) > 1:
+        raise StoreError(
+            f"{path} has {names} names (hard links), and its log belongs to one of them: remove the others "
+            f"(find -samefile finds them), or copy the file while no server runs"
+        )
+    if any(mount == str(path) for mount, _ in _mounts()):
+        raise StoreError(
+            f"{path} is mounted by itself, so its log would be in another place than the file: mount the folder instead"
+        )
+
+
+def _in_child() -> None:
+    """A forked child must not keep the claim of a parent that has died."""
+    for claim in list(_claims):
+        claim.give_up()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+class Identity:
+    """Which files the connection writes to. When the names lead to other files, the server that opens them next does
+    not see what is written here, and would give the same tokens again."""
+
+    def __init__(self, path: Path) -> None:
+        self._verified_at = float("-inf")
+        self._paths = (str(path), f"{path}-wal")
+        self._were = self._are()
+
+    def verify(self) -> None:
+        """Before each transaction that grants. Looks at both names, at most once within `LOOK_AGAIN_S`."""
+        now = time.monotonic()
+        if now - self._verified_at < LOOK_AGAIN_S:
+            return
+        self._verified_at = float("-inf")
+        if self._are() != self._were:
+            raise StoreError(
+                f"{self._paths[0]} was moved, removed or replaced while in use: nothing is granted any more. "
+                "Put the file and its -wal back, or restart the server to use what is there now"
+            )
+        self._verified_at = now
+
+    def _are(self) -> list[tuple[int, int]]:
+        found = []
+        for path in self._paths:
+            with contextlib.suppress(OSError):
+                found.append(_inode(os.stat(path)))  # noqa: PTH116
+        return found
+
+
+# --- Opening
+
+
+def open_writer(path: Path, vfs: str | None) -> apsw.Connection:
+    """The connection that writes, with the schema in place and every setting verified."""
+    fresh = not path.exists() or path.stat().st_size == 0
+    with described(path):
+        connection = apsw.Connection(str(path), vfs=vfs, statementcachesize=64)
+        try:
+            connection.set_busy_timeout(BUSY_MS)
+            # A start that fails leaves the log as it was found: it is compared with the mark at the next one.
+            connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+            if fresh:
+                connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            else:
+                _refuse_strange(connection, path)
+            _set_up(connection, path)
+            _make_schema(connection)
+            _tighten(path)
+        except BaseException:
+            connection.close(True)
+            raise
+    if fresh:
+        sync_folder(path.parent)
+    _make_room(Path(f"{path}-wal"))
+    return connection
+
+
+def open_to_look(path: Path, vfs: str | None) -> apsw.Connection:
+    """A connection that changes nothing, not even at its close. Raises `StoreError` for a file that is damaged."""
+    with described(path):
+        connection = apsw.Connection(str(path), vfs=vfs)
+        try:
+            connection.set_busy_timeout(BUSY_MS)
+            connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, Path(f"{path}-wal").exists())
+            _refuse_strange(connection, path)
+            if (problem := connection.execute("PRAGMA integrity_check(1)").get) != "ok":
+                raise apsw.CorruptError(problem)
+        except BaseException:
+            connection.close(True)
+            raise
+    return connection
+
+
+def _tighten(path: Path) -> None:
+    """A reader of these files learns the ids of leases, and could release them. SQLite gives new files beside the
+    database the mode of the database."""
+    for suffix in ("", "-wal", "-shm", "-owner", "-mark"):
+        file = Path(f"{path}{suffix}")
+        mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else 0
+        if not mode & 0o077:
+            continue
+        try:
+            file.chmod(0o600)
+        except OSError as error:
+            raise StoreError(
+                f"other users may read {file} (mode {mode:04o}), and this user cannot change that: chmod 600"
+            ) from error
+        _log.warning("permissions_tightened", file=str(file), was=f"{mode:04o}", now="0600")
+
+
+def _log_bytes() -> int:
+    """The usual length of the log."""
+    return LOG_HEADER_BYTES + LOG_PAGES * (FRAME_HEADER_BYTES + PAGE_BYTES)
+
+
+def _make_room(log: Path) -> None:
+    """Gives the log its usual length from the beginning: a commit that makes a file longer takes twice the time.
+
+    SQLite never reads what is behind the last commit in a log, and zeros are no pages.
+    """
+    with contextlib.suppress(OSError), log.open("ab", buffering=0) as file:  # if it cannot be done, it grows by itself
+        was_bytes = file.tell()
+        missing_bytes = max(0, _log_bytes() - was_bytes)
+        if file.write(bytes(missing_bytes)) < missing_bytes:
+            file.truncate(was_bytes)  # what is left of the disk is needed by others, the mark among them
+        os.fsync(file.fileno())
+
+
+def open_reader(path: Path, vfs: str | None) -> apsw.Connection:
+    """A connection that cannot write, and leaves the log to the writer's."""
+    with described(path):
+        connection = apsw.Connection(str(path), vfs=vfs, statementcachesize=16)
+        connection.set_busy_timeout(BUSY_MS)
+        connection.wal_autocheckpoint(0)
+        connection.execute("PRAGMA query_only = ON")
+        connection.execute(f"PRAGMA cache_size = {-CACHE_KIB // 8}")
+    return connection
+
+
+def open_copier(path: Path, vfs: str | None) -> apsw.Connection:
+    """A connection that copies the log into the file, as durably as the writer would."""
+    with described(path):
+        connection = apsw.Connection(str(path), vfs=vfs)
+        _set_up(connection, path)
+        connection.wal_autocheckpoint(0)
+    return connection
+
+
+def refuse_bad_place(path: Path) -> None:
+    """Before anything is made there."""
+    if not path.parent.is_dir():
+        raise StoreError(f"the folder {path.parent} does not exist: create it, or choose another --store")
+    if path.exists() and not path.is_file():
+        raise StoreError(f"{path} is not a file: choose another --store")
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        raise StoreError(f"{path} may not be read and written by this user: {_remedy(errno.EACCES)}")
+    kind = _file_system(path.parent.resolve())
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise StoreError(
+            f"{path} is on a network file system ({kind}), where SQLite's locks and log are not safe: "
+            "use a local disk, or a PostgreSQL store"
+        )
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of file system of a folder, or "" where the system does not say."""
+    best, kind = "", ""
+    for mount, mounted in _mounts():
+        if len(mount) >= len(best) and folder.is_relative_to(mount):
+            best, kind = mount, mounted
+    return kind
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    """Where something is mounted, and the kind of its file system; nothing where the system does not say."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        fields, _, rest = line.partition(b" - ")
+        # Blanks and backslashes are written as three octal digits.
+        mount = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields.split(b" ")[4])
+        yield os.fsdecode(mount), rest.split(b" ")[0].decode()
+
+
+def _refuse_strange(connection: apsw.Connection, path: Path) -> None:
+    found = connection.execute("PRAGMA application_id").get
+    empty = connection.execute(sql("empty")).get
+    if found != APPLICATION_ID and not empty:
+        raise StoreError(f"{path} is a database of another program: choose another --store")
+    if not empty:
+        version = connection.execute(sql("meta"), ("schema_version",)).get
+        if version is None or version > SCHEMA_VERSION:
+            raise StoreError(
+                f"{path} was written by a newer version of pgleaderlock (schema {version}, this one knows "
+                f"{SCHEMA_VERSION}): upgrade this server, or choose another --store"
+            )
+
+
+def _set_up(connection: apsw.Connection, path: Path) -> None:
+    mode = connection.execute("PRAGMA journal_mode = WAL").get
+    connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS}")
+    connection.execute("PRAGMA fullfsync = ON")  # where a plain sync stops at the drive's cache; elsewhere no effect
+    connection.execute("PRAGMA checkpoint_fullfsync = ON")
+    connection.execute(f"PRAGMA cache_size = {-CACHE_KIB}")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    connection.execute(f"PRAGMA journal_size_limit = {LOG_KEPT_FACTOR * _log_bytes()}")
+    synchronous = connection.execute("PRAGMA synchronous").get
+    if mode != "wal" or synchronous != SYNCHRONOUS:
+        raise StoreError(
+            f"{path} cannot be written durably (journal_mode {mode}, synchronous {synchronous}): "
+            "a grant might be lost and its token given twice. Use a local disk"
+        )
+
+
+def sync_commits(connection: apsw.Connection, wanted: bool) -> None:
+    """Whether the commits from now on wait for the disk. Not inside a transaction."""
+    connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS if wanted else SYNCHRONOUS_NORMAL}")
+
+
+def _make_schema(connection: apsw.Connection) -> None:
+    if connection.execute("PRAGMA application_id").get == APPLICATION_ID:
+        return
+    with connection:
+        connection.execute(sql("schema"))
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+
+
+def sync_folder(folder: Path) -> None:
+    """The name of a new file is durable only when its folder is."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# --- Errors
+
+
+class described:  # noqa: N801 - used like contextlib.suppress
+    """Turns the errors of SQLite and the operating system into a `StoreError` that says what to do."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, apsw.Error | OSError):
+            raise explained(error, self._path) from error
+
+
+def explained(error: Exception, path: Path) -> Exception:
+    """The error with its remedy. An error that is not SQLite's or the operating system's stays as it is."""
+    if isinstance(error, apsw.BusyError | apsw.LockedError):
+        return StoreBusy(f"{path} is locked by another program that reads or writes it: try again in a moment")
+    if isinstance(error, OSError):
+        return StoreError(f"{path}: {error.strerror}: {_remedy(error.errno)}")
+    for kind, remedy in _REMEDIES:
+        if isinstance(error, kind):
+            return StoreError(f"{path}: {remedy} ({error})")
+    if isinstance(error, apsw.Error):
+        return StoreError(f"{path}: {error}. If this goes on, restart the server and look at the disk")
+    return error
+
+
+_DAMAGED = (
+    "the file is damaged: stop the server, and restore a backup or move the file and its -wal away. "
+    "With its -mark left in place, tokens go on above those that were granted"
+)
+_REMEDIES: tuple[tuple[type[apsw.Error], str], ...] = (
+    (apsw.FullError, "the disk is full: free some space; nothing that was granted is lost"),
+    (apsw.ReadOnlyError, "the file is read-only: make file and folder writable for this user"),
+    (apsw.CantOpenError, "cannot be opened: the folder must exist and be writable for this user"),
+    (apsw.PermissionsError, "may not be used: make file and folder readable and writable for this user"),
+    (apsw.NotADBError, "is not an SQLite database: choose another --store, or move that file away"),
+    (apsw.CorruptError, _DAMAGED),
+    (apsw.IOError, "the disk gave an error: look at the system's log; nothing is granted until it works"),
+    (apsw.NoMemError, "out of memory: give the server more"),
+)  # fmt: skip
+
+
+def _remedy(number: int | None) -> str:
+    match number:
+        case errno.ENOSPC | errno.EDQUOT:
+            return "free some space"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            return "make file and folder readable and writable for this user"
+        case errno.ENOENT | errno.ENOTDIR:
+            return "create the folder"
+        case _:
+            return "look at the disk and the system's log"

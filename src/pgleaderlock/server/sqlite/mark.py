@@ -1,0 +1,279 @@
+"""The mark beside the SQLite file: what must be known about a store when its log is damaged.
+
+After a kill, SQLite reads the log up to the first page whose checksum is wrong, and says nothing about the rest. Grants
+in the rest would be forgotten, and their tokens given again. So the mark keeps two things outside the log:
+
+- The ceiling: no token above it is granted before a higher ceiling is on the disk. After an unclean end every lock goes
+  on above the ceiling, whatever is left of the log.
+- A note of how many pages the log has. It is written after each commit and not synced: the system keeps it when the
+  process is killed. A log with fewer pages than noted was damaged. After a restart of the machine the note proves
+  nothing, and is not compared.
+
+A file that was copied from earlier is known by the number of its run, or by its run not having ended. Where the mark
+itself is lost, nothing says how old the file is, and tokens go on far above it.
+
+Must never lower the ceiling.
+"""
+
+import contextlib
+import os
+import secrets
+import struct
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import apsw
+
+from pgleaderlock.server.sqlite.file import LOG_HEADER_BYTES, described, sql, sync_folder
+from pgleaderlock.server.store import StoreError
+
+__all__ = ["RESERVED_TOKENS", "Left", "Mark", "begin_run", "examine"]
+
+RESERVED_TOKENS = 10_000
+"""How far a new ceiling is above the token that needs it: one sync for so many grants of the busiest lock."""
+UNKNOWN_TOKENS = 1_000_000
+"""How far tokens go on above those of the file, where no mark says how many were granted."""
+MAGIC = b"pgllmark"
+HEAD = struct.Struct("<8sqqq?16s")
+CHECKSUM = struct.Struct("<I")
+HEAD_BYTES = HEAD.size + CHECKSUM.size
+NOTE = struct.Struct("<IIII")
+NOTE_AT = 128
+NOTE_CHECK = 0x6D61726B
+LOG_SALTS = struct.Struct(">16xII")
+_ANY_LENGTH = 1 << 62
+
+
+class Head(NamedTuple):
+    """The part that is synced."""
+
+    store_id: int
+    run: int
+    ceiling: int
+    clean: bool
+    """The run has ended, and all of its log is in the file."""
+    boot: bytes
+    """Which run of the machine wrote this."""
+
+    def encode(self) -> bytes:
+        packed = HEAD.pack(MAGIC, *self)
+        return packed + CHECKSUM.pack(zlib.crc32(packed))
+
+
+class LogState(NamedTuple):
+    """A log: the two numbers that are new each time it starts at its beginning, and how many pages count."""
+
+    salts: tuple[int, int] | None
+    pages: int
+
+
+def read_mark(path: Path) -> tuple[Head, LogState | None] | None:
+    """The mark of a file, with its note if that is whole; None if there is none, or nothing in it. Raises `ValueError`
+    for a damaged one."""
+    try:
+        data = mark_path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    if not data:  # there was no space for it
+        return None
+    head = data[: HEAD.size]
+    if len(data) < HEAD_BYTES or data[HEAD.size : HEAD_BYTES] != CHECKSUM.pack(zlib.crc32(head)):
+        raise ValueError("checksum")
+    magic, *fields = HEAD.unpack(head)
+    if magic != MAGIC:
+        raise ValueError("magic")
+    return Head(*fields), _note_in(data[NOTE_AT : NOTE_AT + NOTE.size])
+
+
+def _note_in(data: bytes) -> LogState | None:
+    if len(data) < NOTE.size:
+        return None
+    first, second, pages, check = NOTE.unpack(data)
+    return LogState((first, second), pages) if check == first ^ second ^ pages ^ NOTE_CHECK else None
+
+
+def mark_path(path: Path) -> Path:
+    return Path(f"{path}-mark")
+
+
+def boot() -> bytes:
+    """Which run of the machine this is, or zeros where the system does not say."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        return bytes.fromhex(text.strip().replace("-", "")).ljust(16, b"\0")[:16]
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+# --- What is left of a log
+
+
+class Left(NamedTuple):
+    """What an earlier run has left."""
+
+    store_id: int
+    run: int
+    """Of the last run that the file knows of; 0: it is new."""
+    floor: int
+    """Tokens up to this one may have been granted, although the file does not know of them."""
+    ceiling: int
+    """No token above this one was ever granted."""
+    unclean: bool
+    lost: str | None
+    """What is known to be missing."""
+
+
+def examine(connection: apsw.Connection, path: Path) -> Left:
+    """Compares file, log and mark. Nothing may have been written by this process yet."""
+    log = _log_state(connection, path)
+    store_id, run, ended = None, 0, 0
+    if not connection.execute(sql("empty")).get:
+        store_id, run, ended = (connection.execute(sql("meta"), (name,)).get for name in ("store_id", "run", "ended"))
+    try:
+        read = read_mark(path)
+        trouble = "is missing" if read is None and run else None
+    except ValueError:
+        read, trouble = None, "is damaged"
+    if read is None and trouble is None:
+        return Left(secrets.randbits(63), 0, 0, 0, False, None)
+    highest = connection.execute(sql("highest_token")).get if run else 0
+    if read is not None:
+        head, noted = read
+        if head.clean and (store_id, run, ended) == (head.store_id, head.run, run):
+            return Left(head.store_id, run, 0, head.ceiling, False, None)
+        if store_id is None or (store_id == head.store_id and run <= head.run + 1):  # a start writes it last
+            # A file that has lost everything is still the same store: its tokens go on.
+            lost = _lost(head, noted, log, run)
+            return Left(head.store_id, run, head.ceiling, max(head.ceiling, highest), True, lost)
+        trouble = "belongs to another store, or is older than the file"
+    floor = max(highest + UNKNOWN_TOKENS, 0 if read is None else read[0].ceiling)
+    lost = f"{mark_path(path)} {trouble}: if the file is a copy from earlier, what was granted since is not known"
+    return Left(secrets.randbits(63) if store_id is None else store_id, run, floor, floor, True, lost)
+
+
+def _lost(head: Head, noted: LogState | None, log: LogState, run: int) -> str | None:
+    """What is missing of the file and its log, by the mark."""
+    lost = lost_of_log(noted, log) if noted is not None and not head.clean and head.boot == boot() else None
+    if lost is None and (run < head.run or head.clean):
+        lost = "the file is older than its mark: a copy from earlier, or its log is missing"
+    return lost
+
+
+def begin_run(connection: apsw.Connection, path: Path, left: Left) -> tuple["Mark", int]:
+    """Counts a new run, and makes what it needs to know durable. Gives its number."""
+    # First with the number of the last run: a start that finds no space for a mark has counted none.
+    mark = Mark(path, Head(left.store_id, left.run, left.ceiling, False, boot()))
+    try:
+        with described(path):
+            with connection:
+                connection.execute(sql("next_run"))
+                connection.execute(sql("set_store_id"), (left.store_id,))
+                connection.execute(sql("raise_floor"), (left.floor,))
+            run: int = connection.execute(sql("meta"), ("run",)).get
+            mark.begin(run)
+            mark.note(_log_state(connection, path).pages)
+    except BaseException:
+        mark.close()
+        raise
+    return mark, run
+
+
+def _log_state(connection: apsw.Connection, path: Path) -> LogState:
+    """The log as SQLite has read it."""
+    pages: int = connection.execute("PRAGMA wal_checkpoint(NOOP)").get[1]
+    return LogState(_salts_of(path), max(0, pages))
+
+
+def _salts_of(path: Path) -> tuple[int, int] | None:
+    try:
+        with Path(f"{path}-wal").open("rb") as log:
+            header = log.read(LOG_HEADER_BYTES)
+    except FileNotFoundError:
+        return None
+    return LOG_SALTS.unpack_from(header) if len(header) == LOG_HEADER_BYTES else None
+
+
+def lost_of_log(noted: LogState, found: LogState) -> str | None:
+    """What is missing of the log that was noted; None if nothing is."""
+    if noted.salts is None or noted.pages == 0:
+        return None
+    if found.salts == noted.salts:
+        missing = noted.pages - found.pages
+        return f"{missing} of {noted.pages} pages of the log are damaged or missing" if missing > 0 else None
+    if found.salts is not None and found.salts[0] == (noted.salts[0] + 1) & 0xFFFFFFFF:
+        # It had just started again, which it does when all of it is in the file. The second number is then another.
+        return None if found.salts[1] != noted.salts[1] else "the header of the log is damaged"
+    return f"the log of {noted.pages} pages is damaged or missing (or another program has copied it into the file)"
+
+
+# --- The mark of a running store
+
+
+class Mark:
+    """Written by the thread that writes the store."""
+
+    def __init__(self, path: Path, head: Head) -> None:
+        """Durable when this returns, and without a note: that of an earlier run would be compared with a new log."""
+        self._path = path
+        self._head = head
+        self._pages = _ANY_LENGTH
+        self._salts = (0, 0)
+        with described(mark_path(path)):
+            self._fd = os.open(mark_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._log_fd = -1
+            try:
+                self._log_fd = os.open(f"{path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+                durably(self._fd, head.encode().ljust(NOTE_AT + NOTE.size, b"\0"))
+                sync_folder(path.parent)
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def ceiling(self) -> int:
+        return self._head.ceiling
+
+    def begin(self, run: int) -> None:
+        self._write(self._head._replace(run=run))
+
+    def reserve(self, token: int) -> int:
+        """The new ceiling, so that this token may be granted."""
+        self._write(self._head._replace(ceiling=token + RESERVED_TOKENS))
+        return self._head.ceiling
+
+    def note(self, pages: int) -> None:
+        """After each commit: the log has so many pages."""
+        with contextlib.suppress(OSError, struct.error):  # without a note, less is noticed, and no token is lost
+            if pages <= self._pages:  # the log has started again
+                self._salts = LOG_SALTS.unpack(os.pread(self._log_fd, LOG_SALTS.size, 0))
+            self._pages = pages
+            first, second = self._salts
+            os.pwrite(self._fd, NOTE.pack(first, second, pages, first ^ second ^ pages ^ NOTE_CHECK), NOTE_AT)
+
+    def log_started_again(self) -> None:
+        self._pages = _ANY_LENGTH
+
+    def end(self, *, in_order: bool) -> None:
+        """When the file is closed. `in_order`: it says that its run has ended. The end is clean if SQLite has also
+        removed the log. Harmless when repeated."""
+        with contextlib.suppress(StoreError):  # then it is not clean
+            if in_order and self._fd >= 0 and not Path(f"{self._path}-wal").exists():
+                self._write(self._head._replace(clean=True))
+        self.close()
+
+    def close(self) -> None:
+        for fd in (self._fd, self._log_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._log_fd = -1
+
+    def _write(self, head: Head) -> None:
+        with described(mark_path(self._path)):
+            durably(self._fd, head.encode())
+        self._head = head
+
+
+def durably(fd: int, data: bytes) -> None:
+    os.pwrite(fd, data, 0)
+    os.fsync(fd)

@@ -1,0 +1,73 @@
+"""The database of the Go LockServer, from which a store takes over: who held what, and the highest token of each lock.
+
+Its tables are recognised by their columns: `lock_name`, `owner_id`, `lease_id`, `fencing_token`, `lease_expiry_ns` and
+`version` of the locks, `lock_name` and `last_token` of the tokens. A row that is not of these types is refused, rather
+than a token forgotten.
+
+Must never change that database, and never read it while its server runs.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import apsw
+
+from pgleaderlock.server.sqlite.file import sql
+from pgleaderlock.server.sqlite.locks import MS
+from pgleaderlock.server.store import Adopted, StoreError
+
+__all__ = ["read_original"]
+
+_LOCKS = ("lock_name", "owner_id", "lease_id", "fencing_token", "lease_expiry_ns", "version")
+_TOKENS = ("lock_name", "last_token")
+
+
+def read_original(path: Path) -> list[Adopted]:
+    """Every lock that it knows of. Raises `StoreError` with the remedy."""
+    if not path.is_file():
+        raise StoreError(f"--import-go {path}: there is no such file")
+    try:
+        with contextlib.closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE)) as connection:
+            # With this mode a transaction is alone: it fails while another program has the database open.
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+            connection.execute("BEGIN EXCLUSIVE")
+            try:
+                return list(_locks(connection, path, time.time_ns()))
+            finally:
+                connection.execute("ROLLBACK")
+    except (apsw.BusyError, apsw.LockedError) as error:
+        raise StoreError(f"--import-go {path} is in use: stop the server that it belongs to") from error
+    except apsw.Error as error:
+        raise StoreError(f"--import-go {path} cannot be read: {error}") from error
+
+
+def _locks(connection: apsw.Connection, path: Path, now_ns: int) -> Iterator[Adopted]:
+    tokens = dict(_rows(connection, path, "tokens", _TOKENS))
+    for name, owner_id, lease_id, token, expiry_ns, version in _rows(connection, path, "locks", _LOCKS):
+        last = max(_checked(path, name, tokens.pop(name, 0)), _checked(path, name, token or 0))
+        good = owner_id is not None and lease_id is not None and (expiry_ns or 0) > now_ns
+        if good and last == token:
+            left_ms = -((now_ns - expiry_ns) // MS)  # rounded up: no lease ends early
+            yield Adopted(name, last, version or 0, str(owner_id), str(lease_id), left_ms)
+        elif last > 0:
+            yield Adopted(name, last, version or 0)
+    for name, last in tokens.items():
+        if _checked(path, name, last) > 0:  # a lock that was never granted has nothing to keep
+            yield Adopted(name, last, 0)
+
+
+def _rows(connection: apsw.Connection, path: Path, what: str, columns: tuple[str, ...]) -> Iterator[Any]:
+    table = connection.execute(sql("original_table"), (json.dumps(columns),)).get
+    if not isinstance(table, str):
+        raise StoreError(f"--import-go {path} has no table of {what}: it is not the database of the Go LockServer")
+    yield from connection.execute(sql(f"original_{what}").replace("TABLE_FOUND", '"' + table.replace('"', '""') + '"'))
+
+
+def _checked(path: Path, name: object, token: object) -> int:
+    if not isinstance(name, str) or not isinstance(token, int):
+        raise StoreError(f"--import-go {path}: the lock {name!r} has the token {token!r}: nothing was taken over")
+    return token
