@@ -53,6 +53,7 @@ from support.elections import (
     until,
 )
 from support.ledger_node import ledger_node
+from support.server_side import holders
 
 pytestmark = pytest.mark.usefixtures("hold")
 
@@ -196,7 +197,7 @@ async def test_an_election_a_lock_and_a_guard_of_one_name_exclude_each_other(nod
             await bounded(refused.wait())
             await election.step_down(role)
             await until(lambda: lock.is_leader or election.gate(role).is_leader)
-            assert holding(node_dsn, role) == 1
+            assert len(holders(node_dsn, key_pair(role))) == 1
 
 
 # --- Handing over

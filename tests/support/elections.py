@@ -101,16 +101,22 @@ def end_leader(dsn: str, role: str, namespace: str = "pgleaderlock") -> None:
 
 
 def holding(dsn: str, role: str, namespace: str = "pgleaderlock") -> int:
-    """How many nodes hold a role: sessions by its lock, and leases by the ledger."""
+    """How many nodes hold a role: sessions by its lock, and leases by the ledger.
+
+    A lease that tries for a role takes the lock, too, for the length of its transaction: that is no holder.
+    """
     superuser = _superusers[conninfo_to_dict(dsn)["port"]]
-    leases = one(
+    by_hold = one(
         superuser,
-        "SELECT count(*) AS held FROM pgleaderlock.leaders l JOIN pgleaderlock.sessions s USING (session_id)"
-        " WHERE l.role = %s AND l.namespace = %s AND NOT l.ended AND s.hold = 'lease' AND s.ended_at IS NULL",
+        "SELECT coalesce(array_agg(backend_pid) FILTER (WHERE hold = 'session'), '{}') AS sessions,"
+        " count(*) FILTER (WHERE hold = 'lease' AND ended_at IS NULL AND session_id IN"
+        "   (SELECT session_id FROM pgleaderlock.leaders WHERE role = %s AND namespace = %s AND NOT ended)) AS leases"
+        " FROM pgleaderlock.sessions",
         role,
         namespace,
     )
-    return int(leases["held"]) + len(holders(superuser, key_pair(role, namespace)))
+    by_lock = set(holders(superuser, key_pair(role, namespace))) & set(by_hold["sessions"])
+    return int(by_hold["leases"]) + len(by_lock)
 
 
 @contextlib.contextmanager
