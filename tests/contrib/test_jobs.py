@@ -1,5 +1,6 @@
 """The doors of job frameworks from the inside: what is sent and run when leadership comes and goes."""
 
+import signal
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -153,6 +154,27 @@ def test_messages_are_sent_in_each_term_of_the_worker() -> None:
         worker.stop()
         broker.close()
     assert lock.state is LockState.STOPPED
+
+
+def test_a_worker_that_is_told_to_end_gives_the_lock_up_before_it_has_noticed() -> None:
+    lock, told, released = FakeLock.for_name("", "periodic"), threading.Event(), threading.Event()
+    lock.on_released(released.set)
+    broker = StubBroker()
+    periodic = Periodic(lock)
+    broker.add_middleware(periodic)
+    periodic.every(60)(dramatiq.actor(broker=broker)(print))
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())  # as Dramatiq's worker process does
+    worker = dramatiq.Worker(broker, worker_timeout=10)
+    worker.start()
+    try:
+        lock.win()
+        signal.raise_signal(signal.SIGTERM)
+        assert told.is_set()
+        assert released.wait(WAIT_S)
+    finally:
+        worker.stop()
+        broker.close()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_celery_beat_that_follows_goes_on_in_its_schedule_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

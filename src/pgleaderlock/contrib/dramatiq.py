@@ -6,9 +6,12 @@ successor is not sent.
 
 import contextlib
 import heapq
+import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 from pgleaderlock._config.durations import positive_s
@@ -46,7 +49,8 @@ class Periodic(Middleware):
         """The lock is started and shut down with each worker."""
         self.leader_lock = leader_lock
         self._actors: list[tuple[float, Actor[..., Any]]] = []
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._over: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def every(self, seconds: float) -> Callable[[ActorT], ActorT]:
         """Send the actor a message without arguments at each tick, above `@dramatiq.actor`."""
@@ -60,18 +64,40 @@ class Periodic(Middleware):
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
         """In each worker process, after the fork."""
-        if self._thread is None and self._actors:
+        if not self._threads and self._actors:
             self.leader_lock.start()
-            self._thread = threading.Thread(target=self._lead, name="pgleaderlock periodic", daemon=True)
-            self._thread.start()
+            self._over = queue.SimpleQueue()
+            self._threads = [
+                threading.Thread(target=target, name="pgleaderlock periodic", daemon=True)
+                for target in (self._lead, self._release)
+            ]
+            for thread in self._threads:
+                thread.start()
+            self._hear_sigterm()
 
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
         """Another worker takes over at once."""
-        if self._thread is not None:
-            with contextlib.suppress(ShutdownError):  # a broker that hangs: the lock is free all the same
-                self.leader_lock.shutdown(CLOSE_S)
-            self._thread.join(CLOSE_S)
-            self._thread = None
+        self._over.put(None)
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+        self._threads = []
+
+    def _hear_sigterm(self) -> None:
+        """Dramatiq's worker looks once a second whether it was told to end. The lock does not wait for that."""
+        tell_worker = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread() or not callable(tell_worker):
+            return  # no worker of Dramatiq's command line
+
+        def told(number: int, frame: FrameType | None) -> None:
+            self._over.put(None)
+            tell_worker(number, frame)
+
+        signal.signal(signal.SIGTERM, told)
+
+    def _release(self) -> None:
+        self._over.get()
+        with contextlib.suppress(ShutdownError):  # a broker that hangs: the lock is free all the same
+            self.leader_lock.shutdown(CLOSE_S)
 
     def _lead(self) -> None:
         with contextlib.suppress(LockError):  # shut down before the thread has begun
