@@ -11,6 +11,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -257,6 +258,34 @@ async def test_a_step_down_that_runs_out_of_time_is_not_clean(node_dsn: str, sup
             await story.heard("on_released", role)
             row = leader_row(superuser, role)
             assert (row["epoch"], row["ended"], row["clean"]) == (1, True, False)
+
+
+async def test_a_step_down_runs_out_of_time_even_before_the_database_has_answered(
+    node_dsn: str, superuser: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answers = asyncio.Event(), asyncio.Event()
+    election = LeaderElection(node_dsn, role, **{**STEADY, "acquire_delay_s": (4.0, 5.0)})
+    story = Story(election)
+    async with election:
+        await opens(election, role)
+        assert election._run.engine is not None
+        ledger = election._run.engine._board.open_ledger()
+        beat = ledger.beat
+
+        async def slow_beat(*args: Any, **options: Any) -> Any:
+            asked.set()
+            await answers.wait()
+            return await beat(*args, **options)
+
+        monkeypatch.setattr(ledger, "beat", slow_beat)
+        with election.gate(role).acting():
+            await bounded(asked.wait())
+            stepping = asyncio.ensure_future(election.step_down(role, timeout_s=0.01))
+            await until(lambda: election._roster.roles[role].release_forced)
+            answers.set()
+            await bounded(stepping)
+            await story.heard("on_released", role)
+            assert not leader_row(superuser, role)["clean"]
 
 
 async def test_a_step_down_of_a_role_that_is_not_led_does_nothing(node_dsn: str, role: str) -> None:

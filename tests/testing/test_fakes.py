@@ -239,6 +239,17 @@ async def test_a_lock_is_lost_with_the_database() -> None:
         await lock.win()
 
 
+async def test_what_is_not_urgent_is_done_though_a_beat_was_sent_at_the_same_moment() -> None:
+    async with FakeElection("", "billing") as election:
+        await election.win()
+        await election.advance(600)
+        election.late()
+        assert election._run.engine is not None
+        election._run.engine._upkeep.due_at = election.database.clock.now()
+        await election.recover()
+        await election.lose()
+
+
 # --- For threads
 
 

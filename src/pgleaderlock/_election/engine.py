@@ -101,8 +101,8 @@ class Engine:
                 return
             board.tries(self._winning.wanted())
             await self._connect()
-        began_at = self._clock.now()
-        if due.beat_at <= began_at:
+        sent_before = due.sent
+        if due.beat_at <= self._clock.now():
             await self._requests.obey(await self._beat())
         if any(role.works.given_up for role in board.led()):
             await self._reports.run()  # while the term is open: its end does not say why
@@ -119,7 +119,7 @@ class Engine:
         board.tries()
         reported = await self._reports.run()
         # If nothing else was sent, there is time for what is not urgent.
-        idle = due.idle_since(began_at) and not reported and not board.stopping
+        idle = due.sent == sent_before and not reported and not board.stopping
         if idle and not await self._upkeep.run() and not await self._namesakes.run() and await self._balancing.run():
             due.beat_soon()
 

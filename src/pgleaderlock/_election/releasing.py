@@ -84,6 +84,8 @@ class Releases:
         going_on: asyncio.Future[None] = asyncio.ensure_future(self._owner.quiet(role))
         going_on.add_done_callback(lambda _: self._board.due.woken.set())
         self._going_on[role.name] = going_on
+        if role.release_forced:
+            going_on.cancel()
 
     async def finish(self) -> float | None:
         """End the terms whose work has stopped, then give their locks back; answers when others had their chance."""
@@ -135,10 +137,12 @@ class Releases:
     # --- Out of the ordinary
 
     def stop_waiting(self, names: Collection[str]) -> None:
-        """The caller's time is over: release without the end of the work."""
+        """The caller's time is over: release without the end of the work, even if the release has yet to begin."""
         for name in names:
             if name in self._going_on:
                 self._going_on[name].cancel()
+            else:
+                self._board.roles[name].force_release()
 
     def lost(self, role: Role) -> None:
         """The role was lost before it could be given up."""
@@ -259,7 +263,7 @@ class Requests:
     def end_work(self) -> None:
         """The time that an operator gave the work is over: cancel it, and a moment later wait for it no longer."""
         now = self._board.clock.now()
-        waiting = [role for role in self._board.led() if role.driver.state is LockState.RELEASING]
+        waiting = [role for role in self._board.led() if role.given_up or role.driver.state is LockState.RELEASING]
         if self._cancel_at <= now:
             self._cancel_at, self._release_at = NEVER, now + CANCELLED_END_S
             for role in waiting:

@@ -92,6 +92,8 @@ class Role:
         self.settled_told = False
         """The ledger has recorded that the term is settled."""
         self.release_asked = False
+        self.release_forced = False
+        """The release does not wait for the work, though it may not have begun yet."""
         self.requests: list[Request] = []
         """The requests to step down that the release of this term will answer."""
         self.released_clean = True
@@ -177,6 +179,7 @@ class Role:
         self.settled_told = False
         given_up = self.given_up
         self.release_asked = given_up  # though it may be resumed before the next tick: a caller waits for it
+        self.release_forced = False
         self.look = None  # the node that held it before no longer does
         self.gate.open(token, opens_at, deadline, draining=given_up)
         self.driver.feed(Input.ACQUIRE_ATTEMPT)
@@ -230,6 +233,10 @@ class Role:
         self.release_asked = True
         if request is not None:
             self.requests.append(request)
+
+    def force_release(self) -> None:
+        """Wait for the work no longer, once the release of this term begins."""
+        self.release_forced = True
 
     def drain(self, *, with_node: bool) -> None:
         """Give it up, and do not compete until it is resumed: this role alone, or with its node."""
@@ -337,6 +344,8 @@ class Schedule:
         self.try_at = 0.0
         self.beat_sent_at = 0.0
         self.try_sent_at = 0.0
+        self.sent = 0
+        """How many beats and tries were sent."""
 
     def connect_after(self, delay_s: float) -> None:
         self.connect_at = self._clock.now() + delay_s
@@ -348,6 +357,7 @@ class Schedule:
 
     def beating(self) -> float:
         """A beat is about to be sent; answers when."""
+        self.sent += 1
         self.beat_sent_at = self._clock.now()
         return self.beat_sent_at
 
@@ -356,6 +366,7 @@ class Schedule:
 
     def trying(self) -> None:
         """A try is about to be sent. The next one is due when `try_by` or `try_soon` says so."""
+        self.sent += 1
         self.try_sent_at, self.try_at = self._clock.now(), NEVER
 
     def try_by(self, at: float) -> None:
@@ -370,10 +381,6 @@ class Schedule:
         """Requests are read with the beat, and what this node has decided is told with it."""
         self.beat_at = min(self.beat_at, max(self._clock.now(), self.beat_sent_at + BEAT_GAP_S))
         self.woken.set()
-
-    def idle_since(self, at: float) -> bool:
-        """Neither a beat nor a try was sent since then."""
-        return max(self.beat_sent_at, self.try_sent_at) < at
 
 
 @dataclass(slots=True)
