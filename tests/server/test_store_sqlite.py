@@ -712,8 +712,9 @@ async def test_while_the_writers_thread_is_at_work_nobody_else_writes(
 
 
 async def test_after_a_crowd_the_next_one_is_not_done_in_the_loop(
-    opened: OpenStore, transactions: list[tuple[bool, int]]
+    opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_sqlite_writer, "CROWD_REMEMBERED_S", 3600.0)
     async with opened() as store:
         await asyncio.gather(*(acquired(store, f"job-{number}") for number in range(3)))
         assert transactions == [(True, 1), (False, 2)], "nobody knew yet that the first was not alone"
