@@ -477,6 +477,12 @@ def _mood(rows: Sequence[Values]) -> str:
     return rows[0]["mood"] if rows else "none"  # a wrong namespace looks like this: nothing is well
 
 
+def _tab(data: Values) -> str:
+    """What a tab in the background says: for how many roles nobody may act, or that nothing is known."""
+    troubled = sum(row["state"] != "acting" for row in data.get("leaders", ()))
+    return "(?) " if data.get("error") else f"({troubled}!) " if troubled else ""
+
+
 def _tools(prefix: str) -> Html:
     find = tag(
         "form",
@@ -769,7 +775,8 @@ def render(page: str, data: Values, *, signed_in: bool, locks: bool, leaders: bo
         back = tag("p", tag("a", f"Go to {home.title}", href=home.address)) if home is not None else None
         return _document(page, title, _joined((tag("h1", title), error, back)), top=top)
     content = PAGES[page].body({"query": {}, **data}, now_ms)
-    return _document(page, PAGES[page].title, _joined((error, content)), top=top)
+    title = f"{_tab(data) if page == 'leaders' else ''}{PAGES[page].title}"
+    return _document(page, title, _joined((error, content)), top=top)
 
 
 def _document(page: str, title: str, body: Html, *, top: Html) -> bytes:
