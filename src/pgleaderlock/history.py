@@ -325,9 +325,11 @@ async def ledger_facts(asks: Asks) -> LedgerFacts:
     return LedgerFacts(version, found["in_recovery"])
 
 
-async def namespaces(asks: Asks, *, limit: int = PAGE_SIZE) -> tuple[str, ...]:
-    """The namespaces that have a role, by name."""
-    return tuple(row["namespace"] for row in await asks.rows("history_namespaces", page_size=limit))
+async def namespaces(asks: Asks, *, of_slots: bool = False, limit: int = PAGE_SIZE) -> tuple[str, ...]:
+    """The namespaces that have a role, by name; or those that have a slot."""
+    end = slot_namespace("")
+    rows = await asks.rows("history_namespaces", of_slots=of_slots, slots_end=end, page_size=limit)
+    return tuple(row["namespace"].removesuffix(end) for row in rows)
 
 
 async def roles(

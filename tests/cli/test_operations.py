@@ -498,6 +498,19 @@ async def test_a_wrong_namespace_is_noticed_by_every_command(dsn: str) -> None:
                     assert done.code in (1, 2), args
 
 
+async def test_what_ran_once_per_tick_is_no_role_of_another_namespace(dsn: str) -> None:
+    async def works(_: LeaderToken) -> None:
+        pass
+
+    with fresh_database(dsn, ledger=True) as database:
+        await once(database, "nightly", works, slot="monday", namespace="shop", **STEADY)
+        for space in ("shop", "shpo"):
+            none = await run("roles", "--dsn", database, "--namespace", space)
+            assert (none.code, none.out) == (0, f"no role has been led in namespace {space} yet\n")
+        wrong = await run("history", "--slots", "--dsn", database, "--namespace", "shpo")
+    assert (wrong.code, wrong.out) == (1, "no slot in namespace shpo; namespaces with slots: shop\n")
+
+
 # -- what is configured -----------------------------------------------------------------------------------------------
 
 
@@ -732,7 +745,19 @@ async def test_history_leaves_out_and_says_so(plain: str, space: str, three_term
     assert "exclude each other" in both.err
 
 
-@pytest.mark.parametrize("columns", ["60", "200"])
+async def test_a_narrow_terminal_shows_every_column_for_which_there_is_room(
+    plain: str, space: str, superuser: str, three_terms: None
+) -> None:
+    narrow = await asyncio.to_thread(here, "nodes", "--dsn", plain, "--namespace", space, COLUMNS="80")
+    with psycopg.connect(superuser, autocommit=True) as conn:
+        conn.execute("UPDATE pgleaderlock.sessions SET host = repeat('h', 60) WHERE namespace = %s", (space,))
+    left_out = await asyncio.to_thread(here, "nodes", "--dsn", plain, "--namespace", space, COLUMNS="80")
+    headings = "node state leads wants heartbeat up for session host pid version"
+    assert " ".join(narrow.out.splitlines()[0].split()) == headings
+    assert " ".join(left_out.out.splitlines()[0].split()) == headings.replace(" host", "")
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
 async def test_no_line_is_wider_than_the_terminal(plain: str, space: str, three_terms: None, columns: str) -> None:
     for args in (("roles",), ("nodes",), ("history", "scheduler")):
         done = await asyncio.to_thread(here, *args, "--dsn", plain, "--namespace", space, COLUMNS=columns)

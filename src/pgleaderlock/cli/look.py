@@ -538,17 +538,19 @@ _SLOTS = _Listing[ledger.SlotView](
 
 
 def _show_slots(dsn: str, namespace: str, name: str | None, wanted: _Wanted, limit: int, *, as_json: bool) -> int:
-    async def read(look: LedgerLook) -> Sequence[ledger.SlotView]:
-        return [slot for slot in await ledger.slots(look, namespace, name) if wanted.slot(slot)]
+    async def read(look: LedgerLook) -> tuple[Sequence[ledger.SlotView], str]:
+        found = [slot for slot in await ledger.slots(look, namespace, name) if wanted.slot(slot)]
+        here = found or await ledger.slots(look, namespace, limit=1)
+        return found, "" if here else await elsewhere(look, namespace, of_slots=True)
 
-    found = _read(dsn, "history", read)
+    found, others = _read(dsn, "history", read)
     shown = found[:limit]
     of = "" if name is None else f" of {name}"
     _SLOTS.show(
         shown,
         {"namespace": namespace, "name": name, "slots": shown, "more": len(found) > limit},
         as_json=as_json,
-        empty=f"no slot{of}{wanted} in namespace {namespace}",
+        empty=f"no slot{of}{wanted} in namespace {namespace}{others}",
     )
     if len(found) > limit and not as_json:
         click.echo(f"the newest {limit} of {len(found)} slots (--limit shows more)", err=True)

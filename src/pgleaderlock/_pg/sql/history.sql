@@ -339,14 +339,17 @@ FROM pgleaderlock.requests r
 WHERE r.request_id = %(request_id)s
 
 -- name: history_namespaces
--- A loose scan of the key: one step of the index per namespace, however many roles each has.
+-- A loose scan of the key: one step of the index per namespace, however many roles each has. Namespaces of slots are told
+-- from those of roles by what their names end with.
 WITH RECURSIVE found AS (
     (SELECT l.namespace FROM pgleaderlock.leaders l ORDER BY l.namespace LIMIT 1)
     UNION ALL
     SELECT (SELECT l.namespace FROM pgleaderlock.leaders l WHERE l.namespace > f.namespace ORDER BY l.namespace LIMIT 1)
     FROM found f WHERE f.namespace IS NOT NULL
 )
-SELECT f.namespace FROM found f WHERE f.namespace IS NOT NULL LIMIT %(page_size)s
+SELECT f.namespace FROM found f
+WHERE f.namespace IS NOT NULL AND (right(f.namespace, length(%(slots_end)s)) = %(slots_end)s) = %(of_slots)s
+LIMIT %(page_size)s
 
 -- name: history_forget_role
 SELECT pgleaderlock.forget_role(%(role)s, %(namespace)s, %(epoch)s) AS forgotten
