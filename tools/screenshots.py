@@ -19,7 +19,7 @@ import psycopg
 from playwright.sync_api import Browser, Page
 
 from support.browser import browsing, until, watched
-from support.dashboard_stand_in import StandIn, event, incident, leader, lock, node, now_ms, stand_in, term
+from support.dashboard_stand_in import StandIn, event, incident, leader, lock, node, now_ms, slot, stand_in, term
 from support.dashboards import Book, dashboard, ledger
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -50,7 +50,8 @@ PICTURES: dict[str, tuple[str, tuple[int, int], str]] = {
 
 SIZES = ((360, 780), (1280, 860), (2560, 1000))
 SCHEMES = ("light", "dark")
-PAGES = ("/history", "/incidents", "/events", "/nodes", "/locks")
+PAGES = ("/history", "/incidents", "/slots", "/events", "/nodes", "/locks")
+AS_LOADED = ("/incidents", "/slots")  # they show the moment when they were loaded
 # How the words of `history` read for each state: why nobody may act, and what to run next.
 STATES: dict[str, tuple[str, str]] = {
     "nobody": ("eu-west-1b was lost; no node that would lead is alive", "pgleaderlock nodes"),
@@ -94,6 +95,7 @@ def in_state(board: StandIn, name: str) -> None:
         board.leaders.append(leader(row["role"], None if name in UNLED else "eu-west-1c", **words))
     if name == "empty":
         board.nodes, board.events, board.incidents, board.locks, board.terms = [], [], [], [], {}
+        board.slots = []
 
 
 def take_states(browser: Browser, folder: Path) -> None:
@@ -109,9 +111,9 @@ def take_states(browser: Browser, folder: Path) -> None:
                     options: Any = {"viewport": size, "color_scheme": scheme}
                     with watched(browser, board.url, may_fail=True, **options) as page:
                         page.goto(path)
-                        if path != "/incidents":  # which shows the moment when it was loaded
+                        if path not in AS_LOADED:
                             until(page, "document.body.dataset.live === 'live'")
-                        if path != "/incidents" and name != "empty":
+                        if path not in AS_LOADED and name != "empty":
                             settled(page)
                         if name == "stale":
                             board.cut()
@@ -159,6 +161,7 @@ def night(board: StandIn) -> None:
     _events(board, crash, restart)
     _incidents(board, crash, restart)
     _locks(board, chance)
+    _slots(board, now)
 
 
 def _trouble(board: StandIn, now: int) -> None:
@@ -217,6 +220,20 @@ def _incidents(board: StandIn, crash: int, restart: int) -> None:
             for place, name in enumerate(NODES)
         ),
     ]
+
+
+def _slots(board: StandIn, now: int) -> None:
+    """One after the other: what runs, what went well, what failed, and what was lost with its node."""
+    hour = now - now % HOUR_MS
+    usual = {"began_ms": hour + 1200, "ended_ms": hour + 74_000, "took_ms": 72_800, "attempts": 1, "detail": None}
+    lost = {"node_id": "eu-west-1b", "state": "lost", "attempts": 2, "took_ms": None, "ended_ms": None}
+    rows: dict[str, dict[str, Any]] = {
+        "invoice-run": {"state": "done"},
+        "nightly-backup": {"state": "running", "ended_ms": None},
+        "quota-report": {"state": "failed", "detail": "exit code 3"},
+        "warehouse-export-to-the-partners-bucket": lost,
+    }
+    board.slots = [slot(name, **{**usual, "node_id": "eu-west-1a", **more}) for name, more in rows.items()]
 
 
 def _locks(board: StandIn, chance: random.Random) -> None:

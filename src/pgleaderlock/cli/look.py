@@ -102,7 +102,8 @@ class _Column(Generic[_Row]):
     cell: Callable[[_Row], str]
     number: bool = False
     wide: bool | None = None
-    """Whether only a wide terminal shows it, or only a narrow one; None: both do."""
+    """Whether only a wide terminal shows it, or only a narrow one; None: both do. A narrow one shows it as well, if it
+    fits beside what it shows anyway."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +131,39 @@ class _Listing(Generic[_Row]):
             click.echo(empty)
         else:
             console = table_console()
-            print_table(console, self._table(found, wide=console.width >= self.narrow_below))
+            print_table(console, self._table(found, console.width))
             if summary is not None:
                 for line in summary(found).splitlines():
                     click.echo(textwrap.fill(line, console.width, break_on_hyphens=False))
 
-    def _table(self, found: Sequence[_Row], *, wide: bool) -> "Table":
+    def _table(self, found: Sequence[_Row], width: int) -> "Table":
+        wide = width >= self.narrow_below
         columns = [column for column in self.columns if column.wide in (None, wide)]
+        if not wide:
+            columns = self._with_what_fits(columns, found, width)
         return plain_table(
             [column.heading for column in columns],
             [[column.cell(row) for column in columns] for row in found],
             right=[column.heading for column in columns if column.number],
             gap=2 if wide else self.narrow_gap,
         )
+
+    def _with_what_fits(
+        self, columns: Sequence[_Column[_Row]], found: Sequence[_Row], width: int
+    ) -> list[_Column[_Row]]:
+        """These columns, and each of the others for which there is room without a line break."""
+        from rich.cells import cell_len  # noqa: PLC0415 - takes longer to import than --help takes to answer.
+
+        def needs(column: _Column[_Row]) -> int:
+            return self.narrow_gap + max(cell_len(text) for text in (column.heading, *map(column.cell, found)))
+
+        left = width + self.narrow_gap - sum(map(needs, columns))
+        shown = {column.heading: column for column in columns}
+        for column in self.columns:
+            if column.heading not in shown and needs(column) <= left:
+                shown[column.heading] = column
+                left -= needs(column)
+        return [column for column in self.columns if shown.get(column.heading) is column]
 
 
 # --- roles
