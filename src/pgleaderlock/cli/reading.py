@@ -182,7 +182,7 @@ def _complete(
     return [name for name in found if name.startswith(incomplete)]
 
 
-async def elsewhere(look: LedgerLook, namespace: str, *, of_slots: bool = False) -> str:
+async def elsewhere(look: history.Asks, namespace: str, *, of_slots: bool = False) -> str:
     """For a namespace in which nothing was found: where there is something. Empty if there is nothing anywhere.
 
     Roles, or what ran once per tick.
