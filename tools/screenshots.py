@@ -72,7 +72,7 @@ STATES: dict[str, tuple[str, str]] = {
     "vetoed": ("eu-west-1c leads, and its application holds the gate shut", "pgleaderlock step-down webhook-retry"),
     "waiting": (
         "eu-west-1c leads, and waits until eu-west-1b can no longer act",
-        "pgleaderlock history webhook-retry",
+        "pgleaderlock watch",
     ),
     "acting": ("", ""),
     "stale": ("", ""),
@@ -90,7 +90,7 @@ def in_state(board: StandIn, name: str) -> None:
     rows, board.leaders = board.leaders, []
     for row in [] if name == "empty" else rows:
         words: dict[str, Any] = {"state": state, "last_change": row["last_change"], "epoch": row["epoch"]}
-        words |= {"why": why or None, "command": command or None} if why else {}
+        words |= {"why": why, "command": command.replace("webhook-retry", row["role"])} if why else {}
         words |= {"heartbeat": "late", "heartbeat_age_ms": 11_400} if state == "late" else {}
         board.leaders.append(leader(row["role"], None if name in UNLED else "eu-west-1c", **words))
     if name == "empty":
@@ -153,10 +153,12 @@ def night(board: StandIn) -> None:
             "wants": len(ROLES),
             "host": f"ip-10-0-{place}-17",
             "started_ms": restart + place * 30_000,
+            "process_started_ms": restart + place * 30_000,
         }
         more["heartbeat_age_ms"] = 11_400 if name == "eu-west-1d" else 180 + 210 * place
         if name == "eu-west-1b":
             more |= {"live": False, "heartbeat_age_ms": now - crash, "started_ms": now - 70 * HOUR_MS}
+            more["process_started_ms"] = more["started_ms"]
         board.nodes.append(node(name, 41 + place, **more))
     _events(board, crash, restart)
     _incidents(board, crash, restart)
@@ -210,16 +212,15 @@ def _events(board: StandIn, crash: int, restart: int) -> None:
 def _incidents(board: StandIn, crash: int, restart: int) -> None:
     lost = [role for role, terms in board.terms.items() if any(each["ended_ms"] == crash for each in terms)]
     others = [name for name in NODES if name != "eu-west-1b"]
+    open_: dict[str, Any] = {"began_ms": now_ms() - 95_000, "ended_ms": None, "longest_ms": 95_000, "taken_over_by": []}
+    crashed = {"began_ms": crash, "ended_ms": crash + 41_000, "longest_ms": 41_000, "taken_over_by": others}
     board.incidents = [
-        incident(
-            "eu-west-1d", "thumbnailer", began_ms=now_ms() - 95_000, ended_ms=None, without_leader=["thumbnailer"]
-        ),
-        incident("eu-west-1b", *lost, began_ms=crash, ended_ms=crash + 41_000, longest_ms=41_000, taken_over_by=others),
-        *(
-            incident(name, *ROLES[place::4], reason="released", began_ms=restart + place * 30_000, longest_ms=380)
-            for place, name in enumerate(NODES)
-        ),
+        incident("eu-west-1c", "thumbnailer", without_leader=["thumbnailer"], **open_),
+        incident("eu-west-1b", *lost, **crashed),
     ]
+    for place, name in reversed([*enumerate(NODES)]):
+        drained = {"began_ms": restart + place * 30_000, "longest_ms": 380, "taken_over_by": [NODES[place - 1]]}
+        board.incidents.append(incident(name, *ROLES[place::4], reason="released", **drained))
 
 
 def _slots(board: StandIn, now: int) -> None:

@@ -307,6 +307,21 @@ async def test_drain_says_so_when_it_cannot_see_who_leads_next(
     assert "the connection was lost" in done.err
 
 
+async def test_a_request_that_was_made_when_the_connection_was_lost_is_told_to_stay(
+    plain: str, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: object) -> None:
+        raise ConnectionError("the connection was lost")
+
+    monkeypatch.setattr(history, "request", lost)
+    async with cluster(plain, space, ["node-a", "node-b"]):
+        for args in (("drain", "node-b"), ("step-down", "billing")):
+            done = await run(*args, "--dsn", plain, "--namespace", space)
+            assert (done.code, done.out) == (1, "")
+            said = r"error: the connection was lost\. Request \d+ was made and stays: `pgleaderlock roles` and "
+            assert re.search(said, done.err), done.err
+
+
 async def test_the_last_candidate_is_drained_by_force_only(plain: str, superuser: str, space: str) -> None:
     async with cluster(plain, space, ["node-a"]):
         refused = await run("drain", "node-a", "--dsn", plain, "--namespace", space)
@@ -467,9 +482,7 @@ async def test_roles_and_nodes_for_people_and_for_programs(plain: str, space: st
     assert free.code == 1
     assert free.out.splitlines()[3:] == [
         "2 roles: 2 nobody; candidates: 0",
-        "billing: node-a gave it up; no node that would lead is alive",
-        f"  pgleaderlock nodes --namespace {space}",
-        "scheduler: node-a gave it up; no node that would lead is alive",
+        "billing, scheduler: node-a gave it up; no node that would lead is alive",
         f"  pgleaderlock nodes --namespace {space}",
     ]
     gone = await run("nodes", "--dsn", plain, "--namespace", space)
@@ -496,6 +509,9 @@ async def test_a_wrong_namespace_is_noticed_by_every_command(dsn: str) -> None:
                 assert "; namespaces with roles: shop" in said, (args, said)
                 if args[0] not in ("watch", "events"):
                     assert done.code in (1, 2), args
+            status = ("status", "--name", "r", "--dsn", database, "--namespace")
+            assert "; namespaces with roles: shop" in " ".join((await run(*status, "shpo")).out.split())
+            assert "namespaces with" not in (await run(*status, "shop")).out
 
 
 async def test_what_ran_once_per_tick_is_no_role_of_another_namespace(dsn: str) -> None:

@@ -215,7 +215,9 @@ async def test_while_the_database_is_away_it_says_since_when_and_then_goes_on(
         proxy.reset()
         # The last picture stays.
         await asyncio.to_thread(
-            shown.until, r"stale since \d\d:\d\d:\d\d: cannot connect \(refused\)\s+nodes:[^\0]*scheduler +node-a"
+            shown.until,
+            r"unknown; before: 2 roles: [^\0]*"
+            r"stale since \d\d:\d\d:\d\d: cannot connect \(refused\)\s+nodes:[^\0]*scheduler +node-a",
         )
         proxy.allow()
         await asyncio.to_thread(shown.until, r"candidates: 1 +\d\d:\d\d:\d\d\s+nodes: ")

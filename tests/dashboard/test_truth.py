@@ -275,7 +275,7 @@ TABLE: dict[Callable[[Cluster], Awaitable[ElectionNode | None]], Shown] = {
         (200, "\nbilling: draining, 1 in flight\n"), "draining", {"DrainStuck": "billing", "NoLeader": "billing"}),
     waiting_successor: Shown(
         LASTING, "billing reports", "waiting", ("waiting", "late"),
-        r"node-[23] leads, and waits until node-1 can no longer act", "pgleaderlock history {role}",
+        r"node-[23] leads, and waits until node-1 can no longer act", "pgleaderlock watch",
         1, "2 of 5 roles not acting: waiting", "(2!) ", "late",
         (200, "\nbilling: waiting\n"), "waiting", {"NoLeader": "billing reports"}),
     veto: Shown(
@@ -495,8 +495,10 @@ READ = """() => {
         mood: document.getElementById("state").className,
         badges: Object.fromEntries([...document.querySelectorAll("#rows .row")].map(
             (row) => [text(row, ".c-role bdi"), [text(row, ".badge.state"), row.dataset.mood]])),
-        advice: Object.fromEntries([...document.querySelectorAll("#remedies li")].map(
-            (line) => [text(line, "strong"), [text(line, "span"), text(line, "code")]])),
+        advice: [...document.querySelectorAll("#remedies strong bdi")].map((role) => {
+            const line = role.closest("li");
+            return [role.textContent, text(line, "span"), text(line, "code")];
+        }),
     };
 }"""
 
@@ -510,14 +512,14 @@ def check_page(page: Page, wanted: Shown, headline: str | None = None) -> None:
     found = page.evaluate(READ)
     assert found["mood"] == wanted.mood
     if wanted.state == "unknown":
-        assert found["advice"] == {}
+        assert found["advice"] == []
         return
     troubled = wanted.roles.split()
     assert found["badges"] == {
         role: [*(wanted.badge if role in troubled else ("acting", "well"))] for role in states_wanted(wanted)
     }
-    assert sorted(found["advice"]) == sorted(troubled)
-    for role, (why, to_run) in found["advice"].items():
+    assert sorted(role for role, _, _ in found["advice"]) == sorted(troubled)
+    for role, why, to_run in found["advice"]:
         assert re.fullmatch(wanted.why, why), why
         assert wanted.command is None or to_run == wanted.command.format(role=role)
 

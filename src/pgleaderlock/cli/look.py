@@ -66,6 +66,7 @@ CLOCKS_APART_S = 3600.0
 REASONS = ("lost", "evicted", "released", "superseded")
 MOMENT_WORDS = "3h (ago), 03:00, 2026-11-15 or '2026-11-15 03:00'"
 POLL_S = 2.0
+NAMES_SHOWN = 5
 KIND_COLUMNS = 20
 EVENTS_NARROW_COLUMNS = 100
 
@@ -184,10 +185,16 @@ def summary(found: Sequence[ledger.RoleView]) -> str:
 
 
 def remedies(found: Sequence[ledger.RoleView], shown_max: int | None = None) -> list[tuple[str, str]]:
-    """For each role for which nobody may act, the worst first: why, and what to run next."""
+    """Why nobody may act for which roles, and what to run next: the worst first."""
     order = list(ledger.STATES)
     wrong = sorted((role for role in found if role.why), key=lambda role: (order.index(role.state), role.role))
-    return [(f"{role.role}: {role.why}", f"  {role.command}") for role in wrong[:shown_max]]
+    causes = ledger.remedies((role.role, role.why, role.command) for role in wrong)
+    return [(f"{_named(names)}: {why}", f"  {command}") for names, why, command in causes[:shown_max]]
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 _ROLES = _Listing[ledger.RoleView](

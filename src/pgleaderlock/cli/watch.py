@@ -141,7 +141,7 @@ def picture(
             remark = f"{first + 1} to {min(first + room, len(roles))} of {len(roles)}; n, p: more"
         roles = roles[first : first + room]
     dim = "dim" if stale else ""
-    parts: list[RenderableType] = [_title(shot, width)]
+    parts: list[RenderableType] = [_title(shot, width, "unknown; before: " if stale else "")]
     if stale:
         parts.append(_line(stale, "bold red"))
     parts += [*nodes, _roles(roles, width, dim)]
@@ -170,9 +170,9 @@ def _line(text: str, style: str = "") -> "Text":
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _title(shot: Snapshot, width: int) -> "Text":
+def _title(shot: Snapshot, width: int, unknown: str) -> "Text":
     clock = f"{shot.at.astimezone():%H:%M:%S}"
-    text = f"{shot.namespace}  {summary(shot.roles)}{shot.elsewhere}"
+    text = f"{shot.namespace}  {unknown}{summary(shot.roles)}{shot.elsewhere}"
     room = width - len(clock) - 2
     shown = text if len(text) <= room else text[: room - 1] + "…"
     return _line(f"{shown:<{room}}  {clock}", "bold")

@@ -117,6 +117,7 @@ FROM (
            CASE WHEN s.session_id IS NOT NULL THEN extract(epoch FROM c.now - l.acquired_at)::float8 END AS tenure_s,
            extract(epoch FROM c.now - s.last_heartbeat)::float8 AS heartbeat_age_s,
            coalesce(s.draining, false) OR coalesce(s.session_id IS NOT NULL AND g.gate = 'draining', false) AS draining,
+           coalesce(s.draining, false) AS node_drains,
            g.gate, g.in_flight, g.shut_at, g.acts_from, g.acts_to,
            coalesce(g.work_failed, false) AS work_failed,
            t.began_at, t.ended_at, t.reason, t.node_id AS last_node_id,
