@@ -19,7 +19,7 @@ import psycopg
 from playwright.sync_api import Browser, Page
 
 from support.browser import browsing, until, watched
-from support.dashboard_stand_in import StandIn, event, incident, leader, lock, node, now_ms, stand_in, term
+from support.dashboard_stand_in import StandIn, event, incident, leader, lock, node, now_ms, slot, stand_in, term
 from support.dashboards import Book, dashboard, ledger
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -50,7 +50,8 @@ PICTURES: dict[str, tuple[str, tuple[int, int], str]] = {
 
 SIZES = ((360, 780), (1280, 860), (2560, 1000))
 SCHEMES = ("light", "dark")
-PAGES = ("/history", "/incidents", "/events", "/nodes", "/locks")
+PAGES = ("/history", "/incidents", "/slots", "/events", "/nodes", "/locks")
+AS_LOADED = ("/incidents", "/slots")  # they show the moment when they were loaded
 # How the words of `history` read for each state: why nobody may act, and what to run next.
 STATES: dict[str, tuple[str, str]] = {
     "nobody": ("eu-west-1b was lost; no node that would lead is alive", "pgleaderlock nodes"),
@@ -71,7 +72,7 @@ STATES: dict[str, tuple[str, str]] = {
     "vetoed": ("eu-west-1c leads, and its application holds the gate shut", "pgleaderlock step-down webhook-retry"),
     "waiting": (
         "eu-west-1c leads, and waits until eu-west-1b can no longer act",
-        "pgleaderlock history webhook-retry",
+        "pgleaderlock watch",
     ),
     "acting": ("", ""),
     "stale": ("", ""),
@@ -89,11 +90,12 @@ def in_state(board: StandIn, name: str) -> None:
     rows, board.leaders = board.leaders, []
     for row in [] if name == "empty" else rows:
         words: dict[str, Any] = {"state": state, "last_change": row["last_change"], "epoch": row["epoch"]}
-        words |= {"why": why or None, "command": command or None} if why else {}
+        words |= {"why": why, "command": command.replace("webhook-retry", row["role"])} if why else {}
         words |= {"heartbeat": "late", "heartbeat_age_ms": 11_400} if state == "late" else {}
         board.leaders.append(leader(row["role"], None if name in UNLED else "eu-west-1c", **words))
     if name == "empty":
         board.nodes, board.events, board.incidents, board.locks, board.terms = [], [], [], [], {}
+        board.slots = []
 
 
 def take_states(browser: Browser, folder: Path) -> None:
@@ -109,9 +111,9 @@ def take_states(browser: Browser, folder: Path) -> None:
                     options: Any = {"viewport": size, "color_scheme": scheme}
                     with watched(browser, board.url, may_fail=True, **options) as page:
                         page.goto(path)
-                        if path != "/incidents":  # which shows the moment when it was loaded
+                        if path not in AS_LOADED:
                             until(page, "document.body.dataset.live === 'live'")
-                        if path != "/incidents" and name != "empty":
+                        if path not in AS_LOADED and name != "empty":
                             settled(page)
                         if name == "stale":
                             board.cut()
@@ -151,14 +153,17 @@ def night(board: StandIn) -> None:
             "wants": len(ROLES),
             "host": f"ip-10-0-{place}-17",
             "started_ms": restart + place * 30_000,
+            "process_started_ms": restart + place * 30_000,
         }
         more["heartbeat_age_ms"] = 11_400 if name == "eu-west-1d" else 180 + 210 * place
         if name == "eu-west-1b":
             more |= {"live": False, "heartbeat_age_ms": now - crash, "started_ms": now - 70 * HOUR_MS}
+            more["process_started_ms"] = more["started_ms"]
         board.nodes.append(node(name, 41 + place, **more))
     _events(board, crash, restart)
     _incidents(board, crash, restart)
     _locks(board, chance)
+    _slots(board, now)
 
 
 def _trouble(board: StandIn, now: int) -> None:
@@ -207,16 +212,29 @@ def _events(board: StandIn, crash: int, restart: int) -> None:
 def _incidents(board: StandIn, crash: int, restart: int) -> None:
     lost = [role for role, terms in board.terms.items() if any(each["ended_ms"] == crash for each in terms)]
     others = [name for name in NODES if name != "eu-west-1b"]
+    open_: dict[str, Any] = {"began_ms": now_ms() - 95_000, "ended_ms": None, "longest_ms": 95_000, "taken_over_by": []}
+    crashed = {"began_ms": crash, "ended_ms": crash + 41_000, "longest_ms": 41_000, "taken_over_by": others}
     board.incidents = [
-        incident(
-            "eu-west-1d", "thumbnailer", began_ms=now_ms() - 95_000, ended_ms=None, without_leader=["thumbnailer"]
-        ),
-        incident("eu-west-1b", *lost, began_ms=crash, ended_ms=crash + 41_000, longest_ms=41_000, taken_over_by=others),
-        *(
-            incident(name, *ROLES[place::4], reason="released", began_ms=restart + place * 30_000, longest_ms=380)
-            for place, name in enumerate(NODES)
-        ),
+        incident("eu-west-1c", "thumbnailer", without_leader=["thumbnailer"], **open_),
+        incident("eu-west-1b", *lost, **crashed),
     ]
+    for place, name in reversed([*enumerate(NODES)]):
+        drained = {"began_ms": restart + place * 30_000, "longest_ms": 380, "taken_over_by": [NODES[place - 1]]}
+        board.incidents.append(incident(name, *ROLES[place::4], reason="released", **drained))
+
+
+def _slots(board: StandIn, now: int) -> None:
+    """One after the other: what runs, what went well, what failed, and what was lost with its node."""
+    hour = now - now % HOUR_MS
+    usual = {"began_ms": hour + 1200, "ended_ms": hour + 74_000, "took_ms": 72_800, "attempts": 1, "detail": None}
+    lost = {"node_id": "eu-west-1b", "state": "lost", "attempts": 2, "took_ms": None, "ended_ms": None}
+    rows: dict[str, dict[str, Any]] = {
+        "invoice-run": {"state": "done"},
+        "nightly-backup": {"state": "running", "ended_ms": None},
+        "quota-report": {"state": "failed", "detail": "exit code 3"},
+        "warehouse-export-to-the-partners-bucket": lost,
+    }
+    board.slots = [slot(name, **{**usual, "node_id": "eu-west-1a", **more}) for name, more in rows.items()]
 
 
 def _locks(board: StandIn, chance: random.Random) -> None:

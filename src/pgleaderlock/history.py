@@ -51,6 +51,7 @@ __all__ = [
     "namespaces",
     "node_state",
     "nodes",
+    "remedies",
     "request",
     "role",
     "role_view",
@@ -82,6 +83,7 @@ STATES: Mapping[str, tuple[str, Literal["well", "late", "bad"]]] = {
 }
 """Every state of a role, the worst first: what it is called, and how bad it is. Only in `acting` somebody may act."""
 TAKEN_SOON_S = 30.0  # what a live candidate wants it takes within this time
+STUCK_AFTER_S = 60.0  # the default of `alerts export --drain-time`, too: work that takes longer may never end
 NodeState = Literal["starting", "alive", "draining", "drained", "silent", "ended"]
 SlotState = Literal["running", "done", "failed", "lost"]
 
@@ -325,9 +327,11 @@ async def ledger_facts(asks: Asks) -> LedgerFacts:
     return LedgerFacts(version, found["in_recovery"])
 
 
-async def namespaces(asks: Asks, *, limit: int = PAGE_SIZE) -> tuple[str, ...]:
-    """The namespaces that have a role, by name."""
-    return tuple(row["namespace"] for row in await asks.rows("history_namespaces", page_size=limit))
+async def namespaces(asks: Asks, *, of_slots: bool = False, limit: int = PAGE_SIZE) -> tuple[str, ...]:
+    """The namespaces that have a role, by name; or those that have a slot."""
+    end = slot_namespace("")
+    rows = await asks.rows("history_namespaces", of_slots=of_slots, slots_end=end, page_size=limit)
+    return tuple(row["namespace"].removesuffix(end) for row in rows)
 
 
 async def roles(
@@ -387,13 +391,32 @@ def _explained(row: Mapping[str, Any]) -> tuple[str, ...]:
     led: Mapping[str, tuple[str, ...]] = {
         "acting": ("",),
         "forgotten": ("",),
-        "waiting": (f"{node} leads, and waits until {before} can no longer act", "history", role),
-        "draining": (f"{node} gives it up: no new work, and it waits for the end of what is in flight", "nodes"),
+        "waiting": (f"{node} leads, and waits until {before} can no longer act", "watch"),
+        "draining": (
+            f"{node} gives it up: no new work, and it waits for the end of what is in flight",
+            *(("drain --work-timeout 30s", node) if _is_stuck(row) else ("nodes",)),
+        ),
         "vetoed": (f"{node} leads, and its application holds the gate shut", "step-down", role),
         "late": (f"{node} was not heard in time: its gate is shut until it is heard again", "nodes"),
         "work_failed": (f"{node} leads, and is idle: its work has failed", "step-down", role),
     }
     return led.get(row["state"]) or _unled(row)
+
+
+def _is_stuck(row: Mapping[str, Any]) -> bool:
+    """A drain of the whole node that lasts. Where one role was asked for, the others of the node are left alone."""
+    return row["node_drains"] and (row["state_age_s"] or 0.0) >= STUCK_AFTER_S
+
+
+def remedies(found: Iterable[tuple[str, str, str | None]]) -> list[tuple[list[str], str, str | None]]:
+    """Role, why nobody may act for it, what to run next: roles that have both in common together, in the order given.
+
+    A node that was lost is one reason, however many roles it led.
+    """
+    together: dict[tuple[str, str | None], list[str]] = {}
+    for name, why, command in found:
+        together.setdefault((why, command), []).append(name)
+    return [(names, *said) for said, names in together.items()]
 
 
 def _unled(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -307,6 +307,21 @@ async def test_drain_says_so_when_it_cannot_see_who_leads_next(
     assert "the connection was lost" in done.err
 
 
+async def test_a_request_that_was_made_when_the_connection_was_lost_is_told_to_stay(
+    plain: str, space: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: object) -> None:
+        raise ConnectionError("the connection was lost")
+
+    monkeypatch.setattr(history, "request", lost)
+    async with cluster(plain, space, ["node-a", "node-b"]):
+        for args in (("drain", "node-b"), ("step-down", "billing")):
+            done = await run(*args, "--dsn", plain, "--namespace", space)
+            assert (done.code, done.out) == (1, "")
+            said = r"error: the connection was lost\. Request \d+ was made and stays: `pgleaderlock roles` and "
+            assert re.search(said, done.err), done.err
+
+
 async def test_the_last_candidate_is_drained_by_force_only(plain: str, superuser: str, space: str) -> None:
     async with cluster(plain, space, ["node-a"]):
         refused = await run("drain", "node-a", "--dsn", plain, "--namespace", space)
@@ -467,9 +482,7 @@ async def test_roles_and_nodes_for_people_and_for_programs(plain: str, space: st
     assert free.code == 1
     assert free.out.splitlines()[3:] == [
         "2 roles: 2 nobody; candidates: 0",
-        "billing: node-a gave it up; no node that would lead is alive",
-        f"  pgleaderlock nodes --namespace {space}",
-        "scheduler: node-a gave it up; no node that would lead is alive",
+        "billing, scheduler: node-a gave it up; no node that would lead is alive",
         f"  pgleaderlock nodes --namespace {space}",
     ]
     gone = await run("nodes", "--dsn", plain, "--namespace", space)
@@ -496,6 +509,22 @@ async def test_a_wrong_namespace_is_noticed_by_every_command(dsn: str) -> None:
                 assert "; namespaces with roles: shop" in said, (args, said)
                 if args[0] not in ("watch", "events"):
                     assert done.code in (1, 2), args
+            status = ("status", "--name", "r", "--dsn", database, "--namespace")
+            assert "; namespaces with roles: shop" in " ".join((await run(*status, "shpo")).out.split())
+            assert "namespaces with" not in (await run(*status, "shop")).out
+
+
+async def test_what_ran_once_per_tick_is_no_role_of_another_namespace(dsn: str) -> None:
+    async def works(_: LeaderToken) -> None:
+        pass
+
+    with fresh_database(dsn, ledger=True) as database:
+        await once(database, "nightly", works, slot="monday", namespace="shop", **STEADY)
+        for space in ("shop", "shpo"):
+            none = await run("roles", "--dsn", database, "--namespace", space)
+            assert (none.code, none.out) == (0, f"no role has been led in namespace {space} yet\n")
+        wrong = await run("history", "--slots", "--dsn", database, "--namespace", "shpo")
+    assert (wrong.code, wrong.out) == (1, "no slot in namespace shpo; namespaces with slots: shop\n")
 
 
 # -- what is configured -----------------------------------------------------------------------------------------------
@@ -732,7 +761,19 @@ async def test_history_leaves_out_and_says_so(plain: str, space: str, three_term
     assert "exclude each other" in both.err
 
 
-@pytest.mark.parametrize("columns", ["60", "200"])
+async def test_a_narrow_terminal_shows_every_column_for_which_there_is_room(
+    plain: str, space: str, superuser: str, three_terms: None
+) -> None:
+    narrow = await asyncio.to_thread(here, "nodes", "--dsn", plain, "--namespace", space, COLUMNS="80")
+    with psycopg.connect(superuser, autocommit=True) as conn:
+        conn.execute("UPDATE pgleaderlock.sessions SET host = repeat('h', 60) WHERE namespace = %s", (space,))
+    left_out = await asyncio.to_thread(here, "nodes", "--dsn", plain, "--namespace", space, COLUMNS="80")
+    headings = "node state leads wants heartbeat up for session host pid version"
+    assert " ".join(narrow.out.splitlines()[0].split()) == headings
+    assert " ".join(left_out.out.splitlines()[0].split()) == headings.replace(" host", "")
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
 async def test_no_line_is_wider_than_the_terminal(plain: str, space: str, three_terms: None, columns: str) -> None:
     for args in (("roles",), ("nodes",), ("history", "scheduler")):
         done = await asyncio.to_thread(here, *args, "--dsn", plain, "--namespace", space, COLUMNS=columns)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import datetime as dt
 import fcntl
 import io
@@ -214,7 +215,9 @@ async def test_while_the_database_is_away_it_says_since_when_and_then_goes_on(
         proxy.reset()
         # The last picture stays.
         await asyncio.to_thread(
-            shown.until, r"stale since \d\d:\d\d:\d\d: cannot connect \(refused\)\s+nodes:[^\0]*scheduler +node-a"
+            shown.until,
+            r"unknown; before: 2 roles: [^\0]*"
+            r"stale since \d\d:\d\d:\d\d: cannot connect \(refused\)\s+nodes:[^\0]*scheduler +node-a",
         )
         proxy.allow()
         await asyncio.to_thread(shown.until, r"candidates: 1 +\d\d:\d\d:\d\d\s+nodes: ")
@@ -353,7 +356,21 @@ def test_the_picture_fits_into_every_terminal(width: int, height: int) -> None:
 def test_at_sixty_columns_nothing_of_a_role_is_lost() -> None:
     lines = drawn([role("metrics-aggregator")], width=60, height=24)
     (row,) = [line for line in lines if line.startswith("metrics")]
-    assert row.split() == ["metrics-aggregator", "node-a", "acting", "12", "250", "ms"]
+    assert row.split() == ["metrics-aggregator", "node-a", "acting", "12", "2", "h", "250", "ms"]
+
+
+def test_a_long_state_takes_no_room_from_the_name_of_the_leader_and_the_command_is_there() -> None:
+    why = "node-a gives it up: no new work, and it waits for the end of what is in flight"
+    draining = dataclasses.replace(
+        role("reports-of-the-quarter", "draining"), in_flight=3, state_age_s=50.0, why=why, command="pgleaderlock nodes"
+    )
+    for width in (60, 80):
+        lines = drawn([draining, role("cron")], width=width, height=24, keys="q: quit")
+        shown = [line for line in lines if line.startswith(("reports-of-the-quarte", "cron "))]
+        assert [("node-a" in line, "\u2026" in line[24:]) for line in shown[:2]] == [(True, False)] * 2, shown
+        assert "draining (50 s, 3 in flight)" in shown[0]
+        assert "  pgleaderlock nodes" in lines
+        assert why in " ".join(lines)
 
 
 def test_no_line_is_blank_while_something_is_left_out() -> None:

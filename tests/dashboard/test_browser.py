@@ -91,6 +91,35 @@ def test_a_failover_appears_without_a_reload(browser: Browser, board: StandIn) -
         assert page.evaluate("window.same")
 
 
+def test_roles_with_one_reason_have_one_line_of_advice_at_first_and_in_the_news(
+    browser: Browser, board: StandIn
+) -> None:
+    lost = [leader(f"role-{number}", None) for number in range(7)]
+    told: dict[str, Any] = {"why": "node-b was not heard in time", "command": "pgleaderlock nodes"}
+    board.leaders = [*lost, leader("late", "node-b", heartbeat="late", **told)]
+    board.terms = {row["role"]: [term(1, "node-a", now_ms() - MINUTE_MS)] for row in board.leaders}
+    wanted = [
+        "role-0, role-1, role-2, role-3, role-4 and 2 more" + lost[0]["why"] + lost[0]["command"],
+        "late" + told["why"] + told["command"],
+    ]
+    with watched(browser, board.url, java_script_enabled=False) as page:
+        page.goto("/")
+        expect(page.locator("#remedies li")).to_have_text(wanted)
+    with watched(browser, board.url) as page:
+        page.goto("/")
+        live(page)
+        expect(page.locator("#remedies li")).to_have_text(wanted)
+        news(board, {**lost[0], "command": "pgleaderlock drain --resume node-a"})
+        said = lost[0]["why"]
+        expect(page.locator("#remedies li")).to_have_text(
+            [
+                f"role-0{said}pgleaderlock drain --resume node-a",
+                f"role-1, role-2, role-3, role-4, role-5 and 1 more{said}pgleaderlock nodes",
+                wanted[1],
+            ]
+        )
+
+
 def test_a_late_heartbeat_is_shown_as_one_and_its_role_moves_up(browser: Browser, board: StandIn) -> None:
     with watched(browser, board.url) as page:
         page.goto("/")
@@ -337,6 +366,7 @@ def test_slots_are_shown_as_text_and_lead_to_those_of_their_name(browser: Browse
     with watched(browser, board.url, viewport={"width": 360, "height": 3000}) as page:
         page.goto("/slots")
         expect(page.locator("#slots tbody tr")).to_have_count(len(NASTY))
+        expect(page.locator("#slots .node").first).to_have_class(re.compile(r"\bn\d"))
         for width in (2560, 1280, 900, 700, 360):
             page.set_viewport_size({"width": width, "height": 800})
             until(page, f"innerWidth === {width} && document.scrollingElement.scrollWidth <= innerWidth")

@@ -1,8 +1,8 @@
-"""One truth for operators: in each state that a role can be in, every view says the same.
+"""One truth for operators: in each situation that a cluster can be in, every view says the same.
 
-A cluster of three node processes is brought into a state. What must be shown then stands in one table, written by hand:
-by `roles --json` and its exit code, by the page and its data, by `/readyz` and the metrics of the node concerned, and
-which alerts a real Prometheus fires.
+A cluster of three node processes and five roles is brought into a situation. What must be shown then stands in one
+table, written by hand: by `roles --json` and its exit code, by the page and its tab in a real browser, by `/readyz` and
+the metrics of the nodes, and which alerts a real Prometheus fires for which role.
 """
 
 import asyncio
@@ -14,29 +14,45 @@ import signal
 import urllib.error
 import urllib.request
 from asyncio import Event
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import psycopg
 import pytest
+from playwright.sync_api import Browser, Page, expect
 
 from pgleaderlock._pg.reader import PlainConnection
 from pgleaderlock.alerts import Expected, default_alerts, rules_yaml
 from pgleaderlock.dashboard import api
 from pgleaderlock.dashboard.pages import render
+from pgleaderlock.embedded import EmbeddedPostgres
+from pgleaderlock.errors import PgLeaderLockError
+from pgleaderlock.migrate import sql
+from support.background import Background, background
+from support.browser import PATIENCE_MS, browsing, watched
+from support.dashboards import dashboard
 from support.election_node import ElectionNode, SendLog, start_node
-from support.elections import HASTY, STEADY, admin, fresh_database
+from support.elections import STEADY, admin, fresh_database
 from support.monitoring import Prometheus, prometheus_program
 from support.program import command
-from support.proxy import Proxy
+from support.servers import throwaway
 
 WAIT_S = 60.0
-ROLE = "role"
+BROUGHT_ABOUT_S = 240.0
+SPACE = "pgleaderlock"
+ROLES = ("billing", "cron", "mailer", "outbox", "reports")
+LED = {"node-1": ("billing", "reports"), "node-2": ("cron", "mailer"), "node-3": ("outbox",)}
+"""Who leads what before anything happens. Every node competes for every role."""
+KEPT = ROLES[:-1]
+"""What is left in the nodes' list when the last role is retired."""
+
 LASTING: dict[str, Any] = {**STEADY, "late_threshold_s": 50.0, "session_lease_s": 60.0}
 """What is looked at lasts as long as the test looks."""
-EASILY_LATE: dict[str, Any] = {**STEADY, "late_threshold_s": 0.5, "session_lease_s": 60.0}
-
+EASILY_LATE: dict[str, Any] = {**STEADY, "late_threshold_s": 4.0, "session_lease_s": 60.0}
+BRIEF: dict[str, Any] = {**STEADY, "late_threshold_s": 2.5, "session_lease_s": 3.0}
+"""A T that the test waits for."""
 
 RULES = rules_yaml(
     default_alerts(
@@ -50,322 +66,465 @@ RULES = rules_yaml(
         )
     )
 )
-"""The default alerts, for a state that lasts a few seconds."""
+"""The default alerts, for a situation that lasts a few seconds."""
 SEEN_FOR = "8s"
 """Longer than any of them waits."""
 
+expect.set_options(timeout=PATIENCE_MS)
+
 
 class Cluster:
-    def __init__(self, dsn: str, log: SendLog, options: dict[str, Any]) -> None:
-        self.dsn, self.log = dsn, log
+    def __init__(self, dsn: str, server: EmbeddedPostgres, log: SendLog, options: dict[str, Any]) -> None:
+        self.dsn, self.server, self.log = dsn, server, log
         self.nodes: dict[str, ElectionNode] = {}
         self._options = options
         self.scraped = Event()
         """The nodes have been scraped once: a counter needs the step from 0. Set where nobody scrapes them."""
 
-    async def start(self, name: str) -> None:
-        self.nodes[name] = await start_node(self.dsn, name, [ROLE], self.log.path, self._options)
+    async def start(self, name: str, roles: tuple[str, ...] = ROLES) -> None:
+        self.nodes[name] = await start_node(self.dsn, name, roles, self.log.path, self._options)
         await self.nodes[name].hears("started")
 
-    def ports(self) -> list[int]:
-        return [self.port(node) for node in self.nodes.values() if node.process.returncode is None]
+    async def restart(self, name: str, roles: tuple[str, ...] = ROLES) -> None:
+        self.nodes[name].tell("drain")
+        await self.nodes[name].end(kill=False)
+        await self.acting()
+        await self.start(name, roles)
 
-    async def leader(self, *, after: int = 0) -> ElectionNode:
-        send = await self.log.until(lambda send: send.epoch > after)
-        return self.nodes[send.node]
+    async def acting(self, roles: tuple[str, ...] = KEPT, *, by: str = "") -> None:
+        """Return when somebody, or the named node, has acted for each of the roles."""
+        for role in roles:
+            await self.log.until(lambda send, role=role: send.role == role and send.node.startswith(by), WAIT_S)  # type: ignore[misc]
+
+    async def move(self, role: str, to: str) -> None:
+        """To be led by a certain node is a preference, and no promise: another one may win it."""
+        async with asyncio.timeout(WAIT_S):
+            while (send := await self.log.until(lambda send: send.role == role)).node != to:
+                ask(self.dsn, "request_step_down(%s, %s, %s, %s)", role, SPACE, to, SPACE)
+                await self.log.until(lambda later, epoch=send.epoch: later.role == role and later.epoch > epoch, WAIT_S)  # type: ignore[misc]
+
+    def live(self) -> list[ElectionNode]:
+        return [node for node in self.nodes.values() if node.process.returncode is None]
 
     def port(self, node: ElectionNode) -> int:
         return int(next(said["port"] for said in node.said if said["what"] == "probed"))
 
 
 @contextlib.asynccontextmanager
-async def cluster(dsn: str, tmp_path: Path, settings: dict[str, Any]) -> AsyncIterator[Cluster]:
-    here = Cluster(dsn, SendLog(tmp_path / "sends"), {**settings, "probed": True})
+async def cluster(dsn: str, server: EmbeddedPostgres, folder: Path, settings: dict[str, Any]) -> AsyncIterator[Cluster]:
+    here = Cluster(dsn, server, SendLog(folder / "sends"), {**settings, "probed": True})
     try:
-        for name in ("node-1", "node-2", "node-3"):
+        for name in LED:
             await here.start(name)
+        for name, roles in LED.items():
+            for role in roles:
+                await here.move(role, name)
         yield here
     finally:
         for node in here.nodes.values():
             await node.end()
 
 
-# --- How the states come about: each answers which node is asked for its probes, if there is one
+def ask(dsn: str, function: str, *values: str) -> None:
+    with admin(dsn) as conn:
+        conn.execute(f"SELECT pgleaderlock.{function}".encode(), values)
+
+
+# --- How the situations come about: each answers which node is asked for its readiness, if there is one
 
 
 async def nothing(here: Cluster) -> ElectionNode | None:
-    return await here.leader()
+    return here.nodes["node-1"]
 
 
 async def stuck_drain(here: Cluster) -> ElectionNode | None:
-    leader = await here.leader()
-    await leader.asked("hold")
-    leader.tell("step_down")
-    return leader
+    await here.nodes["node-1"].asked("hold", "billing")
+    ask(here.dsn, "request_drain(%s, %s, %s)", "node-1", SPACE, SPACE)
+    return here.nodes["node-1"]
 
 
 async def waiting_successor(here: Cluster) -> ElectionNode | None:
-    leader = await here.leader()
-    await leader.end()
-    left = [node for node in here.nodes.values() if node is not leader]
+    left = [node for node in here.nodes.values() if node.name != "node-1"]
+    since = {node.name: len(node.said) for node in left}
+    await here.nodes["node-1"].end()
+
+    def winners(role: str) -> list[ElectionNode]:
+        return [
+            node
+            for node in left
+            if any((said["what"], said.get("role")) == ("acquired", role) for said in node.said[since[node.name] :])
+        ]
+
     async with asyncio.timeout(WAIT_S):
-        while not any(node.acquired() for node in left):
+        while not all(winners(role) for role in LED["node-1"]):
             await asyncio.sleep(0.02)
-    return next(node for node in left if node.acquired())
+    return winners("billing")[0]
 
 
 async def veto(here: Cluster) -> ElectionNode | None:
-    leader = await here.leader()
-    await leader.asked("veto")
-    return leader
+    await here.nodes["node-1"].asked("veto", "billing")
+    return here.nodes["node-1"]
 
 
 async def stopped(here: Cluster) -> ElectionNode | None:
-    (await here.leader()).signal(signal.SIGSTOP)
+    here.nodes["node-1"].signal(signal.SIGSTOP)
     return None
 
 
+async def database_stopped(here: Cluster) -> ElectionNode | None:
+    await asyncio.to_thread(here.server.stop)
+    for name, roles in LED.items():
+        for role in roles:
+            await here.nodes[name].hears("lost", role=role)
+    return here.nodes["node-1"]
+
+
 async def all_drained(here: Cluster) -> ElectionNode | None:
-    await here.leader()
-    with admin(here.dsn) as conn:
-        for name in here.nodes:
-            conn.execute(
-                "SELECT pgleaderlock.request_drain(%s, 'pgleaderlock', 'pgleaderlock')",
-                (name,),
-            )
+    for name in here.nodes:
+        ask(here.dsn, "request_drain(%s, %s, %s)", name, SPACE, SPACE)
     return here.nodes["node-1"]
 
 
 async def all_killed(here: Cluster) -> ElectionNode | None:
-    await here.leader()
     for node in here.nodes.values():
-        node.signal(signal.SIGKILL)
+        await node.end()
     return None
 
 
 async def failed_work(here: Cluster) -> ElectionNode | None:
-    await here.leader()
     for node in here.nodes.values():
-        await node.asked("fail")
+        await node.asked("fail", "billing")
     async with asyncio.timeout(WAIT_S):  # one after the other wins it, fails and gives it up
         for node in here.nodes.values():
-            while (await asyncio.to_thread(probed, here.port(node)))[0] != 503:
+            while (await asyncio.to_thread(get, here.port(node), "/readyz"))[0] != 503:
                 await asyncio.sleep(0.05)
     return here.nodes["node-1"]
 
 
 async def retired(here: Cluster) -> ElectionNode | None:
-    """A role that no node has in its list any more."""
-    leader = await here.leader()
-    with admin(here.dsn) as conn:
-        conn.execute(
-            "INSERT INTO pgleaderlock.leaders (namespace, role, key1, key2, epoch)"
-            " VALUES ('pgleaderlock', 'old', 1, 2, 7)"
-        )
-        conn.execute(
-            "INSERT INTO pgleaderlock.terms (namespace, role, epoch, session_id, node_id, holder_identity, began_at,"
-            " ended_at, reason) VALUES ('pgleaderlock', 'old', 7, 1, 'node-9', 'x', now() - interval '2 d',"
-            " now() - interval '1 d', 'released')"
-        )
-    return leader
+    """All nodes are restarted, one after the other, with a role less in their lists."""
+    await here.scraped.wait()
+    for name in list(here.nodes):
+        await here.restart(name, KEPT)
+    await here.acting()
+    return here.nodes["node-1"]
 
 
 async def forgotten(here: Cluster) -> ElectionNode | None:
-    leader = await retired(here)
-    done = await asyncio.to_thread(command, "roles", "forget", "old", "--dsn", here.dsn)
+    node = await retired(here)
+    done = await asyncio.to_thread(command, "roles", "forget", "reports", "--dsn", here.dsn)
     assert done.code == 0, done
-    return leader
+    return node
 
 
 async def crash_loop(here: Cluster) -> ElectionNode | None:
-    """One node leads, dies and comes back, twice."""
-    looping = (await here.leader()).name
+    """One node leads a role, dies and comes back, twice."""
     await here.scraped.wait()
     for _ in range(2):
-        acts = await here.log.until(lambda send: send.node == looping)
-        await here.nodes[looping].end()
-        await here.leader(after=acts.epoch)
-        await here.start(looping)
-        async with asyncio.timeout(WAIT_S):  # a preference, and no promise: another one may win it
-            while (await asyncio.to_thread(command, "step-down", ROLE, "--to", looping, "--dsn", here.dsn)).code:
-                await asyncio.sleep(0.1)
-    return here.nodes[looping]
+        await here.nodes["node-1"].end()
+        await here.acting(ROLES)
+        await here.start("node-1")
+        await here.move("billing", "node-1")
+    await here.acting(ROLES)
+    return here.nodes["node-1"]
 
 
 async def restart_in_a_row(here: Cluster) -> ElectionNode | None:
-    await here.leader()
     await here.scraped.wait()
     for name in list(here.nodes):
-        here.nodes[name].tell("drain")
-        await here.nodes[name].end(kill=False)
-        await here.leader()
-        await here.start(name)
-    return await here.leader()
+        await here.restart(name)
+    await here.acting(ROLES)
+    return here.nodes["node-1"]
 
 
 class Shown(NamedTuple):
     """What every view must say."""
 
+    settings: dict[str, Any]
+    roles: str
+    """Which roles nobody may act for. Somebody may for all others."""
     state: str
-    exit_code: int
+    """Of those roles, in `roles --json`."""
+    badge: tuple[str, str]
+    """Of those roles, on the page: the words, and how bad they are."""
     why: str
     command: str | None
-    title: str
+    exit_code: int
+    headline: str
+    tab: str
     mood: str
     ready: tuple[int, str] | None
     """Of the node that is asked: the status, and what its body contains."""
     metric: str | None
-    alerts: tuple[str, ...] = ()
-    """Which fire, without their common prefix."""
+    """How their leader stands to those roles by its metrics. None: every node says that it follows."""
+    alerts: dict[str, str]
+    """Which fire, without their common prefix, and for which roles or nodes."""
 
 
-TABLE = {
-    # how            settings      what is shown
-    nothing: (LASTING, Shown("acting", 0, "", None, "The one role is acting", "well", (200, "ready"), "acting")),
-    stuck_drain: (LASTING, Shown(
-        "draining", 1, r"node-\d gives it up: .*in flight", "pgleaderlock nodes",
-        "The one role is not acting: draining", "late",
-        (200, "role: draining, 1 in flight"), "draining", ("DrainStuck", "NoLeader"))),
-    waiting_successor: (LASTING, Shown(
-        "waiting", 1, r"node-\d leads, and waits until node-\d can no longer act", "pgleaderlock history role",
-        "The one role is not acting: waiting", "late", (200, "role: waiting"), "waiting", ("NoLeader",))),
-    veto: (LASTING, Shown(
-        "vetoed", 1, r"node-\d leads, and its application holds the gate shut", "pgleaderlock step-down role",
-        "The one role is not acting: leads, gate vetoed", "late", (200, "role: vetoed"), "vetoed", ("NoLeader",))),
-    stopped: (EASILY_LATE, Shown(
-        "late", 1, r"node-\d was not heard in time: .*", "pgleaderlock nodes",
-        "The one role is not acting: late heartbeat", "late",
-        None, None, ("NoLeader",))),
-    all_drained: (LASTING, Shown(
-        "nobody", 1, r"node-\d gave it up; drained, and not competing: node-1, node-2, node-3",
-        "pgleaderlock drain --resume node-1",
-        "The one role is not acting: nobody", "bad", (200, "ready"), "follows", ("NoLeader",))),
-    all_killed: (HASTY, Shown(
-        "nobody", 1, r"node-\d was (lost|not heard .*); no node that would lead is alive", "pgleaderlock nodes",
-        "The one role is not acting: nobody", "bad", None, None, ("NoLeader",))),
-    failed_work: (LASTING, Shown(
-        "nobody", 1, r"its work has failed on node-\d, which gave it up; .*", None,
-        "The one role is not acting: nobody", "bad",
-        (503, "the work of 'role' has failed"), "follows", ("NoLeader",))),
-    forgotten: (LASTING, Shown("acting", 0, "", None, "The one role is acting", "well", (200, "ready"), "acting")),
-    crash_loop: (STEADY, Shown(
-        "acting", 0, "", None, "The one role is acting", "well", (200, "ready"), "acting", ("FrequentFailovers",))),
-    restart_in_a_row: (STEADY, Shown(
-        "acting", 0, "", None, "The one role is acting", "well", (200, "ready"), "acting")),
+def well(settings: dict[str, Any], many: int = 5, **alerts: str) -> Shown:
+    well_said = f"All {many} roles acting"
+    return Shown(settings, "", "", ("", ""), "", None, 0, well_said, "", "well", (200, "ready\n"), None, alerts)
+
+
+TABLE: dict[Callable[[Cluster], Awaitable[ElectionNode | None]], Shown] = {
+    # settings, roles, state, badge, why, command; exit code, headline, tab, mood; readiness, metric, alerts
+    nothing: well(LASTING),
+    stuck_drain: Shown(
+        LASTING, "billing", "draining", ("draining", "late"), r"node-1 gives it up: .*in flight", "pgleaderlock nodes",
+        1, "1 of 5 roles not acting: draining", "(1!) ", "late",
+        (200, "\nbilling: draining, 1 in flight\n"), "draining", {"DrainStuck": "billing", "NoLeader": "billing"}),
+    waiting_successor: Shown(
+        LASTING, "billing reports", "waiting", ("waiting", "late"),
+        r"node-[23] leads, and waits until node-1 can no longer act", "pgleaderlock watch",
+        1, "2 of 5 roles not acting: waiting", "(2!) ", "late",
+        (200, "\nbilling: waiting\n"), "waiting", {"NoLeader": "billing reports"}),
+    veto: Shown(
+        LASTING, "billing", "vetoed", ("leads, gate vetoed", "late"),
+        r"node-1 leads, and its application holds the gate shut", "pgleaderlock step-down {role}",
+        1, "1 of 5 roles not acting: leads, gate vetoed", "(1!) ", "late",
+        (200, "\nbilling: vetoed\n"), "vetoed", {"NoLeader": "billing"}),
+    stopped: Shown(
+        EASILY_LATE, "billing reports", "late", ("late heartbeat", "late"), r"node-1 was not heard in time: .*",
+        "pgleaderlock nodes",
+        1, "2 of 5 roles not acting: late heartbeat", "(2!) ", "late",
+        None, None, {"NoLeader": "billing reports"}),
+    database_stopped: Shown(
+        LASTING, "billing cron mailer outbox reports", "unknown", ("", ""), "", None,
+        2, "Unknown: no data for ", "(?) ", "bad",
+        (503, "no session with the database\n"), None,
+        {"NoLeader": "billing cron mailer outbox reports", "NoSession": "node-1 node-2 node-3"}),
+    all_drained: Shown(
+        LASTING, "billing cron mailer outbox reports", "nobody", ("nobody", "bad"),
+        r"node-\d gave it up; drained, and not competing: node-1, node-2, node-3", "pgleaderlock drain --resume node-1",
+        1, "5 of 5 roles not acting: nobody", "(5!) ", "bad",
+        (200, "ready\n"), None, {"NoLeader": "billing cron mailer outbox reports"}),
+    all_killed: Shown(
+        BRIEF, "billing cron mailer outbox reports", "nobody", ("nobody", "bad"),
+        r"node-\d was (lost|not heard .*); no node that would lead is alive", "pgleaderlock nodes",
+        1, "5 of 5 roles not acting: nobody", "(5!) ", "bad",
+        None, None, {"NoLeader": "billing cron mailer outbox reports"}),
+    failed_work: Shown(
+        LASTING, "billing", "nobody", ("nobody", "bad"), r"its work has failed on node-\d, which gave it up; .*", None,
+        1, "1 of 5 roles not acting: nobody", "(1!) ", "bad",
+        (503, "the work of 'billing' has failed\n"), None, {"NoLeader": "billing"}),
+    # No node measures a role that no node wants: no alert can miss it.
+    retired: Shown(
+        LASTING, "reports", "nobody", ("nobody", "bad"),
+        r"node-\d gave it up; no live node competes for it: start one, or forget the role",
+        "pgleaderlock roles forget {role}",
+        1, "1 of 5 roles not acting: nobody", "(1!) ", "bad",
+        (200, "ready\n"), None, {}),
+    forgotten: well(LASTING, many=4),
+    crash_loop: well(BRIEF, FrequentFailovers="billing"),
+    restart_in_a_row: well(STEADY),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bring_about", TABLE, ids=lambda how: how.__name__)
+TAKES_LONGER = (nothing, all_killed, retired, crash_loop, restart_in_a_row)
+"""Shown by the long test alone."""
+
+
+@contextlib.contextmanager
+def situation(
+    bring_about: Callable[..., Any], postgres: EmbeddedPostgres, folder: Path
+) -> Iterator[tuple[Background, Cluster]]:
+    """The cluster before anything happens, on a loop of its own."""
+    with contextlib.ExitStack() as stack:
+        if bring_about is database_stopped:
+            server = stack.enter_context(throwaway())
+            database = server.dsn
+            with psycopg.connect(database, autocommit=True) as conn:
+                conn.execute(sql().encode())
+        else:
+            server = postgres
+            database = stack.enter_context(fresh_database(postgres.dsn, ledger=True))
+        loop = stack.enter_context(background())
+        here = stack.enter_context(loop.within(cluster(database, server, folder, TABLE[bring_about].settings)))
+        yield loop, here
+
+
+@pytest.mark.parametrize("bring_about", [how for how in TABLE if how not in TAKES_LONGER], ids=lambda how: how.__name__)
 @pytest.mark.timeout(300)
-async def test_every_view_shows_the_state_of_a_role(bring_about: Any, dsn: str, tmp_path: Path) -> None:
-    settings, wanted = TABLE[bring_about]
-    with fresh_database(dsn, ledger=True) as database:
-        async with cluster(database, tmp_path, settings) as here:
-            here.scraped.set()
-            asked = await bring_about(here)
-            await until_shown(database, wanted)
-            done = await asyncio.to_thread(command, "roles", "--dsn", database, "--json")
-            (role,) = json.loads(done.out)["roles"]
-            data = await leaders(database)
-            page = html.unescape(render("leaders", data, signed_in=False, locks=False, leaders=True).decode())
-            probes = await asyncio.to_thread(probed, here.port(asked)) if asked is not None else None
-    (row,) = data["leaders"]
+def test_the_command_line_and_the_probes_show_the_situation(
+    bring_about: Any, postgres: EmbeddedPostgres, nothing_left: None, tmp_path: Path
+) -> None:
+    wanted = TABLE[bring_about]
+    with situation(bring_about, postgres, tmp_path) as (loop, here):
+        loop.loop.call_soon_threadsafe(here.scraped.set)
+        asked = loop.do(bring_about(here), BROUGHT_ABOUT_S)
+        until_in_ledger(loop, here, wanted)
+        check_command(here, wanted)
+        check_probes(here, wanted, asked)
+        data = loop.do(leaders(here.dsn))
+    page = html.unescape(render("leaders", data, signed_in=False, locks=False, leaders=True).decode())
     heading = re.search(r'<h1 id="state" class="(\w+)" [^>]*>([^<]*)', page)
     assert heading is not None
-    command_wanted = wanted.command or role["command"]  # a candidate may be about to take it, or not
-    assert (role["state"], done.code, row["state"]) == (wanted.state, wanted.exit_code, wanted.state)
-    assert re.fullmatch(wanted.why, role["why"]), role["why"]
-    assert (role["command"], row["command"]) == (command_wanted, command_wanted)
-    assert (heading[2], heading[1]) == (wanted.title, wanted.mood)
-    assert wanted.command is None or wanted.command in page
-    if probes is not None and wanted.ready is not None:
-        assert (probes[0], wanted.ready[1] in probes[1]) == (wanted.ready[0], True), probes
-        assert probes[2] == wanted.metric
+    assert (heading[2], heading[1]) == (first_headline(wanted), wanted.mood)
+    assert f"<title>{wanted.tab}Leaders \u00b7 pgleaderlock</title>" in page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as started:
+        yield started
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("bring_about", TABLE, ids=lambda how: how.__name__)
-@pytest.mark.timeout(300)
-async def test_prometheus_fires_what_the_state_of_a_role_asks_for(bring_about: Any, dsn: str, tmp_path: Path) -> None:
-    settings, wanted = TABLE[bring_about]
-    alerts = {f"Pgleaderlock{name}" for name in wanted.alerts}
-    with fresh_database(dsn, ledger=True) as database:
-        async with cluster(database, tmp_path, settings) as here:
-            with prometheus_program(tmp_path, RULES, scrape="1s") as (program, targets):
-                prometheus = Prometheus(program, targets)
-                prometheus.scrape_ports(here.ports())
-                three = "count(pgleaderlock_gate_open) == 3 and sum(pgleaderlock_gate_open) == 1"
-                await asyncio.to_thread(prometheus.until, lambda: prometheus.query(three) != [], "three nodes")
-                here.scraped.set()
-                await bring_about(here)
-                prometheus.scrape_ports(here.ports())
-                await until_shown(database, wanted)
-                await asyncio.to_thread(prometheus.until, lambda: set(prometheus.firing()) == alerts, f"{alerts}")
-                if wanted.state == "acting":
-                    # For longer than any alert waits, one of the nodes acts: nothing else is to come.
-                    lasting = f"min_over_time(sum(pgleaderlock_gate_open)[{SEEN_FOR}:1s]) == 1 and count_over_time("
-                    lasting += f"sum(pgleaderlock_gate_open)[{SEEN_FOR}:1s]) >= 7"
-                    await asyncio.to_thread(prometheus.until, lambda: prometheus.query(lasting) != [], "a quiet time")
-                    assert set(prometheus.firing()) == alerts
+@pytest.mark.timeout(400)
+def test_every_view_shows_the_situation_and_prometheus_fires(
+    bring_about: Any, browser: Browser, postgres: EmbeddedPostgres, nothing_left: None, tmp_path: Path
+) -> None:
+    wanted = TABLE[bring_about]
+    alerts = {(f"Pgleaderlock{name}", of) for name, whom in wanted.alerts.items() for of in whom.split()}
+    with situation(bring_about, postgres, tmp_path) as (loop, here), contextlib.ExitStack() as stack:
+        server = stack.enter_context(dashboard(here.dsn))
+        prometheus = Prometheus(*stack.enter_context(prometheus_program(tmp_path, RULES, scrape="1s")))
+        page = stack.enter_context(watched(browser, server.url, may_fail=True))
+        prometheus.scrape_ports(here.port(node) for node in here.live())
+        page.goto("/")
+        expect(page.locator("h1")).to_have_text("All 5 roles acting")
+        all_seen = "count(pgleaderlock_gate_open) == 15 and sum(pgleaderlock_gate_open) == 5"
+        prometheus.until(lambda: prometheus.query(all_seen) != [], "three nodes")
+        loop.loop.call_soon_threadsafe(here.scraped.set)
+
+        asked = loop.do(bring_about(here), BROUGHT_ABOUT_S)
+        prometheus.scrape_ports(here.port(node) for node in here.live())
+        until_in_ledger(loop, here, wanted)
+        prometheus.until(lambda: prometheus.firing_for() == alerts, f"{alerts}")
+        if not wanted.roles:
+            quiet(prometheus, many=int(wanted.headline.split()[1]))
+            assert prometheus.firing_for() == alerts
+        check_command(here, wanted)
+        check_probes(here, wanted, asked)
+        check_page(page, wanted)
+        first = stack.enter_context(watched(browser, server.url, may_fail=True, java_script_enabled=False))
+        first.goto("/")
+        check_page(first, wanted, headline=first_headline(wanted))
+        assert prometheus.firing_for() == alerts
 
 
-async def test_a_role_that_nobody_wants_is_told_from_one_that_is_about_to_be_taken(dsn: str, tmp_path: Path) -> None:
-    with fresh_database(dsn, ledger=True) as database:
-        async with cluster(database, tmp_path, LASTING) as here:
-            await retired(here)
-            rows = {row["role"]: row for row in (await leaders(database))["leaders"]}
-    assert (rows["old"]["state"], rows[ROLE]["state"]) == ("nobody", "acting")
-    assert rows["old"]["why"] == "node-9 gave it up; no live node competes for it: start one, or forget the role"
-    assert rows["old"]["command"] == "pgleaderlock roles forget old"
-
-
-async def test_without_its_database_a_cluster_is_unknown_everywhere(dsn: str, tmp_path: Path) -> None:
-    with fresh_database(dsn, ledger=True) as database:
-        async with Proxy.to(database) as proxy, cluster(proxy.dsn_for(database), tmp_path, STEADY) as here:
-            leader = await here.leader()
-            proxy.refuse()
-            proxy.reset()
-            await leader.hears("lost")
-            done = await asyncio.to_thread(command, "roles", "--dsn", proxy.dsn_for(database))
-            probes = await asyncio.to_thread(probed, here.port(leader))
-    assert done.code == 2
-    assert probes == (503, "no session with the database\n", "follows")
-    page = render("leaders", {"error": "away"}, signed_in=False, locks=False, leaders=True).decode()
-    assert re.search(r'<h1 id="state" class="bad" [^>]*>Who leads is not known', page)
+def quiet(prometheus: Prometheus, many: int) -> None:
+    """For longer than any alert waits, there was one node for each role that acted: nothing else is to come."""
+    acts = f"sum(pgleaderlock_gate_open)[{SEEN_FOR}:1s]"
+    lasting = f"min_over_time({acts}) == {many} and count_over_time({acts}) >= 7"
+    prometheus.until(lambda: prometheus.query(lasting) != [], "a quiet time")
 
 
 # --- How the views are asked
 
 
 async def leaders(dsn: str) -> dict[str, Any]:
-    async with await PlainConnection.open(dsn, "truth test") as look:
-        reply = await api.leaders(look, "pgleaderlock", limit=10)
+    try:
+        async with await PlainConnection.open(dsn, "truth test") as look:
+            reply = await api.leaders(look, SPACE, limit=10)
+    except PgLeaderLockError as away:
+        return {"error": str(away)}
     found: dict[str, Any] = msgspec.to_builtins(reply)
     return found
 
 
-async def until_shown(dsn: str, wanted: Shown) -> None:
+def first_headline(wanted: Shown) -> str:
+    """Of a page as it is loaded: it has had no data yet."""
+    return "Who leads is not known" if wanted.state == "unknown" else wanted.headline
+
+
+def states_wanted(wanted: Shown) -> dict[str, str]:
+    """The state of each role that is shown."""
+    there = KEPT if wanted.headline.startswith("All 4") else ROLES
+    return {role: wanted.state if role in wanted.roles.split() else "acting" for role in there}
+
+
+def until_in_ledger(loop: Background, here: Cluster, wanted: Shown) -> None:
     """The ledger hears of a state at the next heartbeat, or when a lease is over."""
-    seen: Any = None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                (seen,) = (await leaders(dsn))["leaders"]
-                if seen["state"] == wanted.state and re.fullmatch(wanted.why, seen["why"] or ""):
-                    return
-                await asyncio.sleep(0.05)
-    raise AssertionError(f"not shown: {seen}")
+    states = states_wanted(wanted)
+
+    async def look() -> None:
+        seen: Any = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    seen = (await leaders(here.dsn)).get("leaders", [])
+                    troubled = [row for row in seen if row["role"] in wanted.roles.split()]
+                    if {row["role"]: row["state"] for row in seen} == states and all(
+                        re.fullmatch(wanted.why, row["why"]) for row in troubled
+                    ):
+                        return
+                    await asyncio.sleep(0.05)
+        raise AssertionError(f"not shown: {seen}")
+
+    if wanted.state != "unknown":
+        loop.do(look(), WAIT_S + 10)
 
 
-def probed(port: int) -> tuple[int, str, str]:
-    """`/readyz`: status and body; and how the node stands to the role by its metrics."""
-    status, body = _get(port, "/readyz")
-    metrics = _get(port, "/metrics")[1]
-    found = re.findall(r'^pgleaderlock_role_state\{role="role",state="(\w+)"\} 1\.0$', metrics, re.MULTILINE)
-    return status, body, " ".join(found)
+def check_command(here: Cluster, wanted: Shown) -> None:
+    done = command("roles", "--dsn", here.dsn, "--json")
+    assert done.code == wanted.exit_code, done
+    if wanted.state == "unknown":
+        return
+    found = {row["role"]: row for row in json.loads(done.out)["roles"]}
+    assert {role: row["state"] for role, row in found.items()} == states_wanted(wanted)
+    for role, row in found.items():
+        if role not in wanted.roles.split():
+            assert (row["why"], row["command"]) == ("", None)
+            continue
+        assert re.fullmatch(wanted.why, row["why"]), row["why"]
+        assert wanted.command is None or row["command"] == wanted.command.format(role=role)
 
 
-def _get(port: int, path: str) -> tuple[int, str]:
+def check_probes(here: Cluster, wanted: Shown, asked: ElectionNode | None) -> None:
+    """Of the node that is asked, its readiness; of all that answer, how they stand to each role."""
+    answering = [node for node in here.live() if wanted.state != "late" or node.name != "node-1"]
+    said: dict[str, list[str]] = {role: [] for role in states_wanted(wanted)}
+    for node in answering:
+        metrics = get(here.port(node), "/metrics")[1]
+        found = re.findall(r'^pgleaderlock_role_state\{role="(\w+)",state="(\w+)"\} 1\.0$', metrics, re.MULTILINE)
+        for role, state in found:
+            said[role] += [state] if state != "follows" else []
+    troubled = [] if wanted.metric is None else [wanted.metric]
+    assert said == {role: troubled if role in wanted.roles.split() else ["acting"] for role in said}
+    if asked is not None:
+        assert wanted.ready is not None
+        status, body = get(here.port(asked), "/readyz")
+        assert (status, wanted.ready[1] in f"\n{body}") == (wanted.ready[0], True), body
+
+
+READ = """() => {
+    const text = (element, inside) => element.querySelector(inside)?.textContent;
+    return {
+        mood: document.getElementById("state").className,
+        badges: Object.fromEntries([...document.querySelectorAll("#rows .row")].map(
+            (row) => [text(row, ".c-role bdi"), [text(row, ".badge.state"), row.dataset.mood]])),
+        advice: [...document.querySelectorAll("#remedies strong bdi")].map((role) => {
+            const line = role.closest("li");
+            return [role.textContent, text(line, "span"), text(line, "code")];
+        }),
+    };
+}"""
+
+
+def check_page(page: Page, wanted: Shown, headline: str | None = None) -> None:
+    """The page and its tab, as a visitor sees them."""
+    exactly = headline is not None or wanted.state != "unknown"
+    said = re.escape(headline or wanted.headline)
+    expect(page.locator("h1")).to_have_text(re.compile(f"^{said}$" if exactly else f"^{said}"))
+    expect(page).to_have_title(f"{wanted.tab}Leaders \u00b7 pgleaderlock")
+    found = page.evaluate(READ)
+    assert found["mood"] == wanted.mood
+    if wanted.state == "unknown":
+        assert found["advice"] == []
+        return
+    troubled = wanted.roles.split()
+    assert found["badges"] == {
+        role: [*(wanted.badge if role in troubled else ("acting", "well"))] for role in states_wanted(wanted)
+    }
+    assert sorted(role for role, _, _ in found["advice"]) == sorted(troubled)
+    for role, why, to_run in found["advice"]:
+        assert re.fullmatch(wanted.why, why), why
+        assert wanted.command is None or to_run == wanted.command.format(role=role)
+
+
+def get(port: int, path: str) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
             return answer.status, answer.read().decode()

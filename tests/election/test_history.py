@@ -255,6 +255,26 @@ async def test_who_drains_is_no_candidate(
     assert (role.draining, role.candidates, role.state) == (True, 1, "draining")
 
 
+async def test_a_drain_that_lasts_names_the_command_that_ends_the_work(
+    owner: psycopg.Connection[Any], look: PlainConnection, space: str, version: int
+) -> None:
+    draining = session(owner, space, "a")
+    led(owner, space, "r", draining)
+    term(owner, space, 7, node="a", began="10:00", end=None)
+    owner.execute("UPDATE pgleaderlock.sessions SET draining = true WHERE session_id = %s", (draining,))
+    (lasting,) = await history.roles(look, space)
+    owner.execute("UPDATE pgleaderlock.terms SET began_at = now() WHERE namespace = %s", (space,))
+    (begun,) = await history.roles(look, space)
+    assert lasting.command == f"pgleaderlock drain --work-timeout 30s --namespace {space} a"
+    assert begun.command == f"pgleaderlock nodes --namespace {space}"
+
+
+def test_roles_for_which_nobody_may_act_for_one_reason_are_told_together() -> None:
+    lost, late = ("x was lost", "pgleaderlock nodes"), ("y is late", "pgleaderlock nodes")
+    found = history.remedies([("b", *lost), ("d", *lost), ("a", *late), ("c", *lost), ("e", "x was lost", None)])
+    assert found == [(["b", "d", "c"], *lost), (["a"], *late), (["e"], "x was lost", None)]
+
+
 async def test_every_view_counts_the_same_live_candidates(
     dsn: str, owner: psycopg.Connection[Any], look: PlainConnection, space: str, version: int
 ) -> None:

@@ -141,6 +141,11 @@ async def test_promtool_finds_nothing_to_improve(ledger: dict[str, str]) -> None
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_promtool_remarks_on_the_lock_server_only_the_name_that_its_design_gives() -> None:
+    done = linted(Metrics().exposition())
+    assert done.stderr == b"lock_op_latency_ms metric names should not contain abbreviated units\n"
+
+
 def test_the_node_its_namespace_and_version_are_told() -> None:
     election = LeaderElection("", "told", node_id="node-7", namespace="shop", standalone=True)
     assert Measured(election).value("node_info", "session", "shop", "node-7", "told", VERSION) == 1

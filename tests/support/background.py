@@ -20,9 +20,9 @@ class Background:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
-    def do(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def do(self, work: Coroutine[Any, Any, _T], wait_s: float = WAIT_S) -> _T:
         """Runs it there, and waits for what it gives."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(WAIT_S)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(wait_s)
 
     @contextlib.contextmanager
     def within(self, context: AbstractAsyncContextManager[_T]) -> Iterator[_T]:

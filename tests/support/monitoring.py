@@ -75,6 +75,11 @@ class Prometheus:
             if alert["state"] == "firing"
         }
 
+    def firing_for(self) -> set[tuple[str, str]]:
+        """Each alert that fires now, with its role or, if it has none, its node."""
+        labels = [alert["labels"] for alert in self.ask("alerts")["alerts"] if alert["state"] == "firing"]
+        return {(each["alertname"], each.get("role", each.get("node", ""))) for each in labels}
+
     def has_fired(self, alert: str) -> bool:
         return bool(self.query(f'count_over_time(ALERTS{{alertname="{alert}",alertstate="firing"}}[10m])'))
 

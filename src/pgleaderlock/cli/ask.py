@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import difflib
 import json
+import shlex
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -250,7 +251,7 @@ async def _drain(
         if done is None:
             raise Refused(
                 f"{node_id}: not done within {span(asking.timeout_s)}; the request stays"
-                + ("" if resume else ", and ends when the work of the node has"),
+                + ("" if resume else f", and ends when the work of the node has. {_ending(node_id, work_timeout_s)}"),
                 EXIT_NO,
             )
         asking.number = None  # carried out: a Ctrl-C from here on leaves no request behind
@@ -261,6 +262,13 @@ async def _drain(
         else:
             click.echo(f"{node_id}: " + ("competes again" if resume else _drained(led, leaders, done)))
         return EXIT_OK
+
+
+def _ending(node_id: str, work_timeout_s: float | None) -> str:
+    """What helps against work that does not end."""
+    if work_timeout_s is not None:
+        return "What is in flight cannot be cancelled: restart the node"
+    return f"`pgleaderlock drain --work-timeout 30s {shlex.quote(node_id)}` would end the work"
 
 
 async def _check_others(look: LedgerLook, namespace: str, node_id: str) -> None:
@@ -422,6 +430,14 @@ class _Asking:
         """The exit code. Ctrl-C ends the wait, and says that the request stays."""
         try:
             return asyncio.run(course)
+        except ConnectionError as error:
+            if self.number is None:
+                raise
+            raise Refused(
+                f"{error}. Request {self.number} was made and stays: `pgleaderlock roles` and `pgleaderlock nodes` "
+                "show what becomes of it",
+                EXIT_NO,
+            ) from error
         except KeyboardInterrupt:
             if self.number is not None:
                 click.echo(f"\nstopped waiting; request {self.number} stays, and will be carried out", err=True)

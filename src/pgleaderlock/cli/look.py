@@ -66,6 +66,7 @@ CLOCKS_APART_S = 3600.0
 REASONS = ("lost", "evicted", "released", "superseded")
 MOMENT_WORDS = "3h (ago), 03:00, 2026-11-15 or '2026-11-15 03:00'"
 POLL_S = 2.0
+NAMES_SHOWN = 5
 KIND_COLUMNS = 20
 EVENTS_NARROW_COLUMNS = 100
 
@@ -102,7 +103,8 @@ class _Column(Generic[_Row]):
     cell: Callable[[_Row], str]
     number: bool = False
     wide: bool | None = None
-    """Whether only a wide terminal shows it, or only a narrow one; None: both do."""
+    """Whether only a wide terminal shows it, or only a narrow one; None: both do. A narrow one shows it as well, if it
+    fits beside what it shows anyway."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +132,39 @@ class _Listing(Generic[_Row]):
             click.echo(empty)
         else:
             console = table_console()
-            print_table(console, self._table(found, wide=console.width >= self.narrow_below))
+            print_table(console, self._table(found, console.width))
             if summary is not None:
                 for line in summary(found).splitlines():
                     click.echo(textwrap.fill(line, console.width, break_on_hyphens=False))
 
-    def _table(self, found: Sequence[_Row], *, wide: bool) -> "Table":
+    def _table(self, found: Sequence[_Row], width: int) -> "Table":
+        wide = width >= self.narrow_below
         columns = [column for column in self.columns if column.wide in (None, wide)]
+        if not wide:
+            columns = self._with_what_fits(columns, found, width)
         return plain_table(
             [column.heading for column in columns],
             [[column.cell(row) for column in columns] for row in found],
             right=[column.heading for column in columns if column.number],
             gap=2 if wide else self.narrow_gap,
         )
+
+    def _with_what_fits(
+        self, columns: Sequence[_Column[_Row]], found: Sequence[_Row], width: int
+    ) -> list[_Column[_Row]]:
+        """These columns, and each of the others for which there is room without a line break."""
+        from rich.cells import cell_len  # noqa: PLC0415 - takes longer to import than --help takes to answer.
+
+        def needs(column: _Column[_Row]) -> int:
+            return self.narrow_gap + max(cell_len(text) for text in (column.heading, *map(column.cell, found)))
+
+        left = width + self.narrow_gap - sum(map(needs, columns))
+        shown = {column.heading: column for column in columns}
+        for column in self.columns:
+            if column.heading not in shown and needs(column) <= left:
+                shown[column.heading] = column
+                left -= needs(column)
+        return [column for column in self.columns if shown.get(column.heading) is column]
 
 
 # --- roles
@@ -163,10 +185,16 @@ def summary(found: Sequence[ledger.RoleView]) -> str:
 
 
 def remedies(found: Sequence[ledger.RoleView], shown_max: int | None = None) -> list[tuple[str, str]]:
-    """For each role for which nobody may act, the worst first: why, and what to run next."""
+    """Why nobody may act for which roles, and what to run next: the worst first."""
     order = list(ledger.STATES)
     wrong = sorted((role for role in found if role.why), key=lambda role: (order.index(role.state), role.role))
-    return [(f"{role.role}: {role.why}", f"  {role.command}") for role in wrong[:shown_max]]
+    causes = ledger.remedies((role.role, role.why, role.command) for role in wrong)
+    return [(f"{_named(names)}: {why}", f"  {command}") for names, why, command in causes[:shown_max]]
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 _ROLES = _Listing[ledger.RoleView](
@@ -538,17 +566,19 @@ _SLOTS = _Listing[ledger.SlotView](
 
 
 def _show_slots(dsn: str, namespace: str, name: str | None, wanted: _Wanted, limit: int, *, as_json: bool) -> int:
-    async def read(look: LedgerLook) -> Sequence[ledger.SlotView]:
-        return [slot for slot in await ledger.slots(look, namespace, name) if wanted.slot(slot)]
+    async def read(look: LedgerLook) -> tuple[Sequence[ledger.SlotView], str]:
+        found = [slot for slot in await ledger.slots(look, namespace, name) if wanted.slot(slot)]
+        here = found or await ledger.slots(look, namespace, limit=1)
+        return found, "" if here else await elsewhere(look, namespace, of_slots=True)
 
-    found = _read(dsn, "history", read)
+    found, others = _read(dsn, "history", read)
     shown = found[:limit]
     of = "" if name is None else f" of {name}"
     _SLOTS.show(
         shown,
         {"namespace": namespace, "name": name, "slots": shown, "more": len(found) > limit},
         as_json=as_json,
-        empty=f"no slot{of}{wanted} in namespace {namespace}",
+        empty=f"no slot{of}{wanted} in namespace {namespace}{others}",
     )
     if len(found) > limit and not as_json:
         click.echo(f"the newest {limit} of {len(found)} slots (--limit shows more)", err=True)

@@ -182,11 +182,15 @@ def _complete(
     return [name for name in found if name.startswith(incomplete)]
 
 
-async def elsewhere(look: LedgerLook, namespace: str) -> str:
-    """For a namespace in which nothing was found: where there is something. Empty if there is nothing anywhere."""
-    others = [name for name in await history.namespaces(look, limit=NAMESPACES_SHOWN + 1) if name != namespace]
+async def elsewhere(look: history.Asks, namespace: str, *, of_slots: bool = False) -> str:
+    """For a namespace in which nothing was found: where there is something. Empty if there is nothing anywhere.
+
+    Roles, or what ran once per tick.
+    """
+    found = await history.namespaces(look, of_slots=of_slots, limit=NAMESPACES_SHOWN + 2)
+    others = [name for name in found if name != namespace]
     shown = ", ".join(others[:NAMESPACES_SHOWN]) + (" and others" if len(others) > NAMESPACES_SHOWN else "")
-    return f"; namespaces with roles: {shown}" if others else ""
+    return f"; namespaces with {'slots' if of_slots else 'roles'}: {shown}" if others else ""
 
 
 def counted(found: Collection[object], what: str) -> str:

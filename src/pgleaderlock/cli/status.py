@@ -32,7 +32,7 @@ from pgleaderlock.cli.output import (
     stderr_console,
     stdout_console,
 )
-from pgleaderlock.cli.reading import state
+from pgleaderlock.cli.reading import elsewhere, state
 from pgleaderlock.errors import SchemaError
 from pgleaderlock.migrate import LEDGER_VERSION
 from pgleaderlock.models import WORK_FAILED
@@ -74,6 +74,8 @@ class LedgerView:
     candidates: Sequence[Mapping[str, Any]] = ()
     slot: history.SlotView | None = None
     """The newest slot of the name, if it was ever run once per tick."""
+    elsewhere: str = ""
+    """Where there are roles, if this namespace has none: a wrong one may have been asked for."""
 
 
 @click.command(short_help="Show who holds a lock.")
@@ -127,7 +129,9 @@ async def _ledger(look: PlainConnection, lock_key: LockKey) -> LedgerView | None
         "live_candidates", namespace=namespace, role=role["role"] if role is not None else lock_key.name
     )
     slot = await _newest_slot(look, lock_key)
-    return LedgerView(readable=True, role=role, view=view, candidates=candidates, slot=slot)
+    here = role is not None or slot is not None or lock_key.namespace in await history.namespaces(look)
+    others = "" if here else await elsewhere(look, lock_key.namespace)
+    return LedgerView(readable=True, role=role, view=view, candidates=candidates, slot=slot, elsewhere=others)
 
 
 async def _newest_slot(look: PlainConnection, lock_key: LockKey) -> history.SlotView | None:
@@ -274,7 +278,7 @@ def _ledger_lines(ledger: LedgerView | None) -> list[tuple[str, str]]:
     more = f" and {len(words) - _NODES_SHOWN} more" if len(words) > _NODES_SHOWN else ""
     candidates = ("candidates", f"{len(ledger.candidates)}" + (f" ({nodes}{more})" if nodes else ""))
     if role is None:
-        return [("epoch", "none yet: nobody has led it in this ledger"), candidates]
+        return [("epoch", f"none yet: nobody has led it in this ledger{ledger.elsewhere}"), candidates]
     lines = [("epoch", str(role["epoch"]))]
     if ledger.view is not None:
         lines.append(("state", state(ledger.view)))

@@ -19,7 +19,7 @@ import tty
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import click
 
@@ -60,7 +60,8 @@ LOOK_BACK_S = 86400.0
 SILENT_SHOWN_S = 600.0
 PAGE_KEYS = {"n": 1, " ": 1, "p": -1, "b": -1}
 WIDE_COLUMNS = 110
-ROOMY_COLUMNS = 72
+ROLE_COLUMNS_MIN = 24
+COLUMN_GAP = 2
 LINES_AROUND = 4  # title, headings, blank line, keys
 CHANGES_SHOWN = 50
 CHANGES_PRINTED = 8
@@ -68,6 +69,7 @@ NODES_SHOWN = 16
 NODES_LINES = 3
 NODES_HEIGHT_MIN = 20
 REMEDIES_SHOWN = 3
+_NUMBERS = ("epoch", "tenure", "heartbeat", "candidates")
 _NO_BREAK = "\u00a0"  # a node and what it does stay on one line
 _ORDER = list(history.STATES)
 _STYLES = {"bad": "bold red", "late": "bold yellow", "well": ""}
@@ -125,7 +127,7 @@ def picture(
         )
     roles = sorted(shot.roles, key=lambda role: (_ORDER.index(role.state), role.role))
     nodes = _nodes(shot, width, 1 if height is not None and height < NODES_HEIGHT_MIN else NODES_LINES)
-    advice = [] if stale else [f"{why} ->{command}" for why, command in remedies(roles, REMEDIES_SHOWN)]
+    advice = [] if stale else _advice(roles, width)
     remark, changes = "", shot.changes[-CHANGES_PRINTED:]
     if height is not None:
         around = LINES_AROUND + len(nodes) + len(advice) + bool(stale)
@@ -139,7 +141,7 @@ def picture(
             remark = f"{first + 1} to {min(first + room, len(roles))} of {len(roles)}; n, p: more"
         roles = roles[first : first + room]
     dim = "dim" if stale else ""
-    parts: list[RenderableType] = [_title(shot, width)]
+    parts: list[RenderableType] = [_title(shot, width, "unknown; before: " if stale else "")]
     if stale:
         parts.append(_line(stale, "bold red"))
     parts += [*nodes, _roles(roles, width, dim)]
@@ -153,15 +155,24 @@ def picture(
     return Group(*parts)
 
 
+def _advice(roles: Sequence[history.RoleView], width: int) -> list[str]:
+    """Why nobody may act, and the command to copy: on a line of its own, if it does not fit behind the reason."""
+    lines = []
+    for why, command in remedies(roles, REMEDIES_SHOWN):
+        whole = f"{why} ->{command}"
+        lines += [whole] if len(whole) <= width else [*textwrap.wrap(why, width, break_on_hyphens=False), command]
+    return lines
+
+
 def _line(text: str, style: str = "") -> "Text":
     from rich.text import Text  # noqa: PLC0415
 
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
-def _title(shot: Snapshot, width: int) -> "Text":
+def _title(shot: Snapshot, width: int, unknown: str) -> "Text":
     clock = f"{shot.at.astimezone():%H:%M:%S}"
-    text = f"{shot.namespace}  {summary(shot.roles)}{shot.elsewhere}"
+    text = f"{shot.namespace}  {unknown}{summary(shot.roles)}{shot.elsewhere}"
     room = width - len(clock) - 2
     shown = text if len(text) <= room else text[: room - 1] + "…"
     return _line(f"{shown:<{room}}  {clock}", "bold")
@@ -183,24 +194,40 @@ def _nodes(shot: Snapshot, width: int, lines_max: int) -> "list[Text]":
 
 
 def _roles(roles: Sequence[history.RoleView], width: int, dim: str) -> "Table":
+    """Who leads and whether that node may act, in full; then what there is room for, the most useful first."""
+    from rich.cells import cell_len  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    wide = width >= WIDE_COLUMNS
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold dim")
-    for column in ("role", "leader", "state"):
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
-    roomy = width >= ROOMY_COLUMNS
-    for column in ("epoch", *(("tenure",) if roomy else ()), "heartbeat", *(("candidates",) if wide else ())):
-        table.add_column(column, justify="right", no_wrap=True)
-    if wide:
-        table.add_column("leads since", no_wrap=True)
-    for role in roles:
-        ages = [*([span(role.tenure_s)] if roomy else []), span(role.heartbeat_age_s)]
-        cells = [role.role, leader(role), state(role), str(role.epoch), *ages]
-        if wide:
-            since = "-" if role.acquired_at is None else f"{role.acquired_at.astimezone():%Y-%m-%d %H:%M:%S}"
-            cells += [str(role.candidates), since]
+    columns = {
+        "role": [role.role for role in roles],
+        "leader": [leader(role) for role in roles],
+        "state": [state(role) for role in roles],
+        "epoch": [str(role.epoch) for role in roles],
+        "tenure": [span(role.tenure_s) for role in roles],
+        "heartbeat": [span(role.heartbeat_age_s) for role in roles],
+        "candidates": [str(role.candidates) for role in roles],
+        "leads since": [
+            "-" if role.acquired_at is None else f"{role.acquired_at.astimezone():%F %T}" for role in roles
+        ],
+    }
+    needs = {heading: max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()}
+    # A long name is cut before anything else is left out.
+    role_max = min(needs["role"], max(ROLE_COLUMNS_MIN, width * 2 // 5))
+    left = width - role_max - needs["leader"] - needs["state"] - 2 * COLUMN_GAP
+    shown = {"role", "leader", "state"}
+    for heading in ("heartbeat", "epoch", "tenure", "candidates", "leads since"):
+        if needs[heading] + COLUMN_GAP <= left:
+            shown.add(heading)
+            left -= needs[heading] + COLUMN_GAP
+    table = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0), header_style="bold dim")
+    for heading in columns:
+        if heading in shown:
+            room = max(ROLE_COLUMNS_MIN // 2, role_max + left) if heading == "role" else None
+            side: Literal["left", "right"] = "right" if heading in _NUMBERS else "left"
+            table.add_column(heading, justify=side, no_wrap=True, overflow="ellipsis", max_width=room)
+    for index, role in enumerate(roles):
+        cells = [cells[index] for heading, cells in columns.items() if heading in shown]
         table.add_row(
             *(Text(cell, overflow="ellipsis") for cell in cells), style=dim or _STYLES[history.STATES[role.state][1]]
         )

@@ -434,6 +434,7 @@ def _lasting(row: api.Leader | None) -> object:
         row.state,
         row.in_flight,
         row.why,
+        row.command,
         row.candidates,
         row.last_change,
     )

@@ -24,6 +24,8 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
+from pgleaderlock.history import remedies
+
 __all__ = ["PAGES", "Page", "ago", "duration", "render", "static_files"]
 
 DEFAULT_NAMESPACE = "pgleaderlock"
@@ -352,6 +354,7 @@ _MOVES = (
     ("Now", "now", "Back to now"),
 )
 REMEDIES_MAX = 5
+ROLES_TOGETHER = 5
 # What to do next, where there is nothing to show: first if nothing was asked for, then if it was.
 _ELSEWHERE = "If nodes run already, compare their namespace and database with --namespace and --dsn of this dashboard."
 _EMPTY = {
@@ -441,21 +444,30 @@ def _leader_row(row: Row) -> Html:
 
 
 def _remedies(rows: Sequence[Values]) -> Html:
-    """Why nobody may act, and what to run next: for the worst few."""
+    """Why nobody may act for which roles, and what to run next: the worst few."""
     troubled = [row for row in rows if row["state"] != "acting"]
+    moods = {(row["why"], row["command"]): row["mood"] for row in reversed(troubled)}
+    causes = remedies((row["role"], row["why"], row["command"]) for row in troubled)
     lines = [
         tag(
             "li",
-            tag("strong", tag("bdi", row["role"], title=row["role"])),
-            tag("span", row["why"]),
-            tag("code", row["command"]),
-            data_mood=row["mood"],
+            tag("strong", *_names(roles)),
+            tag("span", why),
+            tag("code", command),
+            data_mood=moods[why, command],
         )
-        for row in troubled[:REMEDIES_MAX]
+        for roles, why, command in causes[:REMEDIES_MAX]
     ]
-    more = len(troubled) - REMEDIES_MAX
-    lines += [tag("li", f"and {number(more)} more role{'' if more == 1 else 's'}")] if more > 0 else []
+    more = sum(len(roles) for roles, _, _ in causes[REMEDIES_MAX:])
+    lines += [tag("li", f"and {number(more)} more role{'' if more == 1 else 's'}")] if more else []
     return tag("ul", *lines, id="remedies", class_="remedies")
+
+
+def _names(roles: Sequence[str]) -> Iterable[object]:
+    for place, role in enumerate(roles[:ROLES_TOGETHER]):
+        yield ", " if place else ""
+        yield tag("bdi", role, title=role)
+    yield f" and {number(len(roles) - ROLES_TOGETHER)} more" if len(roles) > ROLES_TOGETHER else ""
 
 
 def _sentence(rows: Sequence[Values], *, complete: bool) -> str:
@@ -475,6 +487,12 @@ def _sentence(rows: Sequence[Values], *, complete: bool) -> str:
 
 def _mood(rows: Sequence[Values]) -> str:
     return rows[0]["mood"] if rows else "none"  # a wrong namespace looks like this: nothing is well
+
+
+def _tab(data: Values) -> str:
+    """What a tab in the background says: for how many roles nobody may act, or that nothing is known."""
+    troubled = sum(row["state"] != "acting" for row in data.get("leaders", ()))
+    return "(?) " if data.get("error") else f"({troubled}!) " if troubled else ""
 
 
 def _tools(prefix: str) -> Html:
@@ -769,7 +787,8 @@ def render(page: str, data: Values, *, signed_in: bool, locks: bool, leaders: bo
         back = tag("p", tag("a", f"Go to {home.title}", href=home.address)) if home is not None else None
         return _document(page, title, _joined((tag("h1", title), error, back)), top=top)
     content = PAGES[page].body({"query": {}, **data}, now_ms)
-    return _document(page, PAGES[page].title, _joined((error, content)), top=top)
+    title = f"{_tab(data) if page == 'leaders' else ''}{PAGES[page].title}"
+    return _document(page, title, _joined((error, content)), top=top)
 
 
 def _document(page: str, title: str, body: Html, *, top: Html) -> bytes:

@@ -117,6 +117,7 @@ FROM (
            CASE WHEN s.session_id IS NOT NULL THEN extract(epoch FROM c.now - l.acquired_at)::float8 END AS tenure_s,
            extract(epoch FROM c.now - s.last_heartbeat)::float8 AS heartbeat_age_s,
            coalesce(s.draining, false) OR coalesce(s.session_id IS NOT NULL AND g.gate = 'draining', false) AS draining,
+           coalesce(s.draining, false) AS node_drains,
            g.gate, g.in_flight, g.shut_at, g.acts_from, g.acts_to,
            coalesce(g.work_failed, false) AS work_failed,
            t.began_at, t.ended_at, t.reason, t.node_id AS last_node_id,
@@ -339,14 +340,17 @@ FROM pgleaderlock.requests r
 WHERE r.request_id = %(request_id)s
 
 -- name: history_namespaces
--- A loose scan of the key: one step of the index per namespace, however many roles each has.
+-- A loose scan of the key: one step of the index per namespace, however many roles each has. Namespaces of slots are told
+-- from those of roles by what their names end with.
 WITH RECURSIVE found AS (
     (SELECT l.namespace FROM pgleaderlock.leaders l ORDER BY l.namespace LIMIT 1)
     UNION ALL
     SELECT (SELECT l.namespace FROM pgleaderlock.leaders l WHERE l.namespace > f.namespace ORDER BY l.namespace LIMIT 1)
     FROM found f WHERE f.namespace IS NOT NULL
 )
-SELECT f.namespace FROM found f WHERE f.namespace IS NOT NULL LIMIT %(page_size)s
+SELECT f.namespace FROM found f
+WHERE f.namespace IS NOT NULL AND (right(f.namespace, length(%(slots_end)s)) = %(slots_end)s) = %(of_slots)s
+LIMIT %(page_size)s
 
 -- name: history_forget_role
 SELECT pgleaderlock.forget_role(%(role)s, %(namespace)s, %(epoch)s) AS forgotten

@@ -10,5 +10,6 @@ import * as nodes from "./nodes.js";
 
 document.body.dataset.live = "begins";
 localTimes();
-const incidents = { start: () => colourRows(byId("incidents")) }; // which show the moment when they were loaded
-({ events, history, incidents, leaders, locks, nodes })[document.body.dataset.page]?.start();
+const asLoaded = (id) => ({ start: () => colourRows(byId(id)) }); // shows the moment when it was loaded
+const [incidents, slots] = [asLoaded("incidents"), asLoaded("slots")];
+({ events, history, incidents, leaders, locks, nodes, slots })[document.body.dataset.page]?.start();

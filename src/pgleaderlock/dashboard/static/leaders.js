@@ -15,6 +15,7 @@ const PAGE = 1000;
 const OVERSCAN = 6; // rows beyond the edge, for the keyboard
 const LEGEND_MAX = 16;
 const REMEDIES_MAX = 5;
+const ROLES_TOGETHER = 5;
 const DEFAULT_NAMESPACE = "pgleaderlock";
 
 const roles = new Map(); // key -> row, as the API gives it, and when its leader was last heard
@@ -96,15 +97,26 @@ function sumUp(all, wanted) {
   );
 }
 
-// Why nobody may act, and what to run next: for the worst few.
+// Why nobody may act for which roles, and what to run next: the worst few. A node that was lost is one reason.
 function advise(troubled) {
-  const lines = troubled.slice(0, REMEDIES_MAX).map((row) =>
-    h("li", { "data-mood": row.mood }, h("strong", {}, isolated(row.role)), h("span", {}, row.why), h("code", {}, row.command)));
-  if (troubled.length > REMEDIES_MAX) lines.push(h("li", {}, `and ${plural(troubled.length - REMEDIES_MAX, "more role")}`));
-  const text = troubled.map((row) => `${row.role} ${row.why}`).join("\n");
+  const causes = new Map();
+  for (const row of troubled) {
+    const said = `${row.why}\n${row.command}`;
+    causes.set(said, [...(causes.get(said) ?? []), row]);
+  }
+  const lines = [...causes.values()].slice(0, REMEDIES_MAX).map((rows) =>
+    h("li", { "data-mood": rows[0].mood }, h("strong", {}, ...names(rows)), h("span", {}, rows[0].why), h("code", {}, rows[0].command)));
+  const more = [...causes.values()].slice(REMEDIES_MAX).flat().length;
+  if (more) lines.push(h("li", {}, `and ${plural(more, "more role")}`));
+  const text = troubled.map((row) => `${row.role} ${row.why} ${row.command}`).join("\n");
   if (byId("remedies").dataset.text === text) return;
   byId("remedies").dataset.text = text;
   byId("remedies").replaceChildren(...lines);
+}
+
+function names(rows) {
+  const shown = rows.slice(0, ROLES_TOGETHER).flatMap((row, i) => [i ? ", " : "", isolated(row.role)]);
+  return [...shown, rows.length > ROLES_TOGETHER ? ` and ${number(rows.length - ROLES_TOGETHER)} more` : ""];
 }
 
 function legend() {
