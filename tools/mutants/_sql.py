@@ -16,7 +16,7 @@ __all__ = ["function_sites", "latest_definition", "statement_sites"]
 
 _TOKEN = re.compile(
     r"(?P<skip>--[^\n]*|\s+)|(?P<text>'(?:[^']|'')*')|(?P<dollar>\$\w*\$)|(?P<word>%\(\w+\)s|[A-Za-z_]\w*|\#\w+)"
-    r"|(?P<number>\d+)|(?P<sign><>|<=|>=|:=|::|\|\||!~|.)"
+    r"|(?P<number>\d+)|(?P<sign><>|<=|>=|=>|->>|->|:=|::|\|\||!~|.)"
 )
 _BEGINS = {"WHERE", "ON", "WHEN", "IF", "ELSIF"}
 _ENDS = {
