@@ -94,6 +94,8 @@ LEASE_LOCK = _tests(
     "what_somebody_else_has_locked_is_not_locked_and_not_waited_for",
     "only_a_lease_that_is_recorded_for_this_backend_gets_locks",
 )
+LEASE_RULES: Tests = ("tests/election/test_lease_rules.py",)
+LEASE_SESSION: Tests = ("tests/pg/test_lease_session.py",)
 LEASED_ROLES: Tests = ("tests/election/test_leased_roles.py",)
 SLOTS: Tests = ("tests/election/test_ledger_slots.py",)
 
@@ -142,6 +144,33 @@ PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
     "_election/releasing.py": {ENGINE: ("Releases._begin", "Releases.finish", "Releases.lost")},
     "_election/ledger.py": {
         SESSION: ("Ledger.beat", "Ledger.bump", "Ledger.end_terms", "Ledger.unlock", "Ledger.hint", "Ledger._write")
+    },
+    "_election/lease.py": {
+        LEASE_RULES: tuple(
+            f"LeaseLedger.{name}"
+            for name in (
+                "__init__",
+                "open",
+                "beat",
+                "try_and_look",
+                "_listen",
+                "_seems_free",
+                "_is_silent",
+                "bump",
+                "end_terms",
+                "unlock",
+                "evict",
+            )
+        )
+    },
+    "_pg/lease.py": {
+        LEASE_SESSION: (
+            *(
+                f"LeaseSession.{name}"
+                for name in ("rows", "_once", "_message", "_connected", "_remember_warning", "_failed", "_abandon")
+            ),
+            "_execute",
+        )
     },
     "fence.py": {
         FENCED: (
