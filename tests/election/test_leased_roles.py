@@ -92,8 +92,7 @@ def test_what_no_live_lease_leads_here_is_free(world: Leases, why: str) -> None:
         role = "theirs"
     else:
         role = "t"
-        for _ in range(2):
-            world.two.unlock(role)
+        assert world.two.unlock(role)
     assert world.one.lock(role)
     assert bumped(world.one, {role: None}) == {role: "won"}
     assert locks(world.one) >= exclusive(key_pair(role, world.namespace))
@@ -210,6 +209,9 @@ async def test_a_key_of_a_session_that_is_gone_goes_to_another_name_whatever_lea
 def test_a_lease_that_renames_its_own_role_must_have_ended_it(world: Leases) -> None:
     keys = key_pair("l", world.namespace)
     assert take(world.lea, "new", keys)["outcome"] == "collision"
+    assert world.one.lock("l")
+    assert take(world.lea, "new", keys)["outcome"] == "not_held", "somebody tries it just now"
+    world.one.unlock("l")
     with world.lea.message():
         world.lea.end_term("l", 1, clean=True)
     assert take(world.lea, "new", keys)["outcome"] == "won"

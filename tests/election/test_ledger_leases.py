@@ -321,10 +321,10 @@ def test_who_is_not_recorded_for_its_backend_ends_no_lease(world: Leases) -> Non
 
 
 def test_a_lease_has_the_locks_of_what_it_takes_exclusively_until_the_commit(world: Leases) -> None:
-    """`r` is known here and elsewhere, under the key that is given; `new` is not."""
+    """`r` is known here, under the key that is given, and elsewhere under another one; `new` is not."""
     pairs = {role: key_pair(role, world.namespace) for role in ("r", "new")}
-    world.one.unlock("r")
-    world.one.unlock("r")
+    for node in (world.one, world.stranger):
+        assert node.unlock("r")
     with world.lou.message():
         lock(world.lou, pairs)
         assert locks(world.lou) == exclusive(*pairs.values())
@@ -333,8 +333,7 @@ def test_a_lease_has_the_locks_of_what_it_takes_exclusively_until_the_commit(wor
 
 def test_a_role_with_another_key_takes_the_recorded_lock_as_well(world: Leases) -> None:
     recorded = key_pair("r", world.namespace)
-    for _ in range(2):
-        world.one.unlock("r")
+    assert world.one.unlock("r")
     with world.lou.message():
         lock(world.lou, {"r": KEYS})
         assert locks(world.lou) == exclusive(recorded, KEYS)

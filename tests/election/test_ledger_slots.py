@@ -141,8 +141,7 @@ def test_a_slot_is_claimed_in_the_current_term_only(world: World) -> None:
 
 
 def test_no_later_term_begins_before_a_claim_has_committed(world: World) -> None:
-    world.one.unlock("r")
-    world.one.unlock("r")
+    assert world.one.unlock("r")
     assert world.two.lock("r")
     runner = world.node("runner")
     with runner.conn.transaction():

@@ -95,11 +95,12 @@ class LedgerNode:
 class LeasedNode(LedgerNode):
     """One lease. What it calls is called in a message."""
 
-    def open(self) -> None:
+    def open(self, previous: int | None = None) -> None:
+        """Record a lease of this process; the `previous` one is over."""
         self.key, self.number = uuid.uuid4(), 0
         row = self.ask(
-            "SELECT * FROM pgleaderlock.lease_open(%s, %s, %s, NULL, %s, 'host', 1, %s, %s, %s, true, 'test', false)",
-            self.namespace, self.instance, self.key, self.node_id, f"{self.node_id}-by-hand", *self._timing,
+            "SELECT * FROM pgleaderlock.lease_open(%s, %s, %s, %s, %s, 'host', 1, %s, %s, %s, true, 'test', false)",
+            self.namespace, self.instance, self.key, previous, self.node_id, f"{self.node_id}-by-hand", *self._timing,
         )  # fmt: skip
         self.session_id = int(row["session_id"])
 

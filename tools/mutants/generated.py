@@ -97,6 +97,7 @@ LEASE_LOCK = _tests(
 LEASE_RULES: Tests = ("tests/election/test_lease_rules.py",)
 LEASE_SESSION: Tests = ("tests/pg/test_lease_session.py",)
 LEASED_ROLES: Tests = ("tests/election/test_leased_roles.py",)
+GATES: Tests = ("tests/election/test_ledger_gates.py",)
 SLOTS: Tests = ("tests/election/test_ledger_slots.py",)
 
 PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
@@ -224,6 +225,7 @@ FUNCTIONS: dict[Tests, tuple[str, ...]] = {
     LEASE_END: ("end_silent_leases",),
     LEASE_LOCK: ("lease_lock",),
     LEASED_ROLES: ("bump",),
+    GATES: ("report_gates",),
     SLOTS: ("claim_slot", "finish_slot"),
 }
 STATEMENTS: dict[str, dict[Tests, tuple[str, ...]]] = {
