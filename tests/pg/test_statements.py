@@ -192,6 +192,18 @@ async def test_a_heartbeat_counts_only_while_the_lock_that_it_asks_for_is_held(
             await ledger.beat([], held=keys)
 
 
+async def test_a_heartbeat_leaves_the_lock_that_it_asks_for_as_it_was(world: World) -> None:
+    """A lock that each heartbeat turned into a shared one would not be found by the third."""
+    modes = "SELECT string_agg(mode, ' ') AS modes FROM pg_locks WHERE pid = pg_backend_pid() AND locktype = 'advisory'"
+    async with recorded(world) as ledger:
+        assert await ledger.session.wait(KEYS, 1.0)
+        for _ in range(3):
+            await ledger.beat([], held=KEYS)
+            assert await ask(ledger.session, modes) == "ExclusiveLock"
+        await ledger.unlock({"x": KEYS})
+        assert await ask(ledger.session, modes) is None, "it is held as often as before"
+
+
 async def test_a_heartbeat_counts_only_on_the_backend_that_was_recorded(world: World) -> None:
     async with recorded(world) as ledger:
         await ledger.beat([])

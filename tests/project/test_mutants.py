@@ -188,6 +188,8 @@ def of_sql(body: str) -> dict[str, list[str]]:
         ("SELECT greatest(a, true)", {"exchange": ["SELECT least(a, true)", "SELECT greatest(a, false)"]}),
         ("SELECT interval '5 minutes'", {"constant": ["SELECT interval '50 minutes'"]}),
         ("SELECT 'a < 5 AND b' -- c < 7", {}),
+        ("SELECT f(a => b), c ->> 'd', e -> 'f'", {}),
+        ("DECLARE a text; b constant text := c; BEGIN RETURN b; END", {}),
         ("UPDATE a SET b = 1, c = f(x, y)", {"drop-set": ["UPDATE a SET c = f(x, y)", "UPDATE a SET b = 1"]}),
         (
             "BEGIN IF a THEN PERFORM b; END IF; c := d; END",

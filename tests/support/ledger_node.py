@@ -95,22 +95,29 @@ class LedgerNode:
 class LeasedNode(LedgerNode):
     """One lease. What it calls is called in a message."""
 
-    def open(self) -> None:
-        self._key, self._number = uuid.uuid4(), 0
+    def open(self, previous: int | None = None) -> None:
+        """Record a lease of this process; the `previous` one is over."""
+        self.key, self.number = uuid.uuid4(), 0
         row = self.ask(
-            "SELECT * FROM pgleaderlock.lease_open(%s, %s, %s, NULL, %s, 'host', 1, %s, %s, %s, true, 'test', false)",
-            self.namespace, self.instance, self._key, self.node_id, f"{self.node_id}-by-hand", *self._timing,
+            "SELECT * FROM pgleaderlock.lease_open(%s, %s, %s, %s, %s, 'host', 1, %s, %s, %s, true, 'test', false)",
+            self.namespace, self.instance, self.key, previous, self.node_id, f"{self.node_id}-by-hand", *self._timing,
         )  # fmt: skip
         self.session_id = int(row["session_id"])
 
     @contextlib.contextmanager
     def message(self) -> Iterator[None]:
         """One message, under the next number."""
-        self._number += 1
         with self.conn.transaction():
-            self.ask("SELECT pgleaderlock.lease_begin(%s, %s, %s)", self.session_id, self._key, self._number)
+            self.begin()
             yield
-            self.ask("SELECT pgleaderlock.lease_done(%s, %s)", self.session_id, self._key)
+            self.done()
+
+    def begin(self) -> None:
+        self.number += 1
+        self.ask("SELECT pgleaderlock.lease_begin(%s, %s, %s)", self.session_id, self.key, self.number)
+
+    def done(self) -> None:
+        self.ask("SELECT pgleaderlock.lease_done(%s, %s)", self.session_id, self.key)
 
     def take(self, role: str, keys: KeyPair | None = None) -> dict[str, Any]:
         """Get the lock until the commit, and begin a term."""
@@ -135,9 +142,14 @@ def ledger_node(
 
 @contextlib.contextmanager
 def leased_node(
-    dsn: str, node_id: str = "by-hand", *, gate_s: float = 500.0, lease_s: float = 600.0
+    dsn: str,
+    node_id: str = "by-hand",
+    *,
+    gate_s: float = 500.0,
+    lease_s: float = 600.0,
+    namespace: str = "pgleaderlock",
 ) -> Iterator[LeasedNode]:
-    node = LeasedNode(dsn, node_id, gate_s=gate_s, lease_s=lease_s, namespace="pgleaderlock")
+    node = LeasedNode(dsn, node_id, gate_s=gate_s, lease_s=lease_s, namespace=namespace)
     with contextlib.closing(node.conn):
         yield node
 

@@ -23,6 +23,7 @@ KEYS = {
     "requests": ("request_id",),
     "events": ("event_id",),
     "histories": ("system_identifier", "timeline"),
+    "slots": ("namespace", "name", "slot"),
 }
 LEASE_S, LONG_LEASE_S = 600.0, 900.0
 

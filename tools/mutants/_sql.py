@@ -16,7 +16,7 @@ __all__ = ["function_sites", "latest_definition", "statement_sites"]
 
 _TOKEN = re.compile(
     r"(?P<skip>--[^\n]*|\s+)|(?P<text>'(?:[^']|'')*')|(?P<dollar>\$\w*\$)|(?P<word>%\(\w+\)s|[A-Za-z_]\w*|\#\w+)"
-    r"|(?P<number>\d+)|(?P<sign><>|<=|>=|:=|::|\|\||!~|.)"
+    r"|(?P<number>\d+)|(?P<sign><>|<=|>=|=>|->>|->|:=|::|\|\||!~|.)"
 )
 _BEGINS = {"WHERE", "ON", "WHEN", "IF", "ELSIF"}
 _ENDS = {
@@ -239,7 +239,8 @@ def _of_statements(body: _Body) -> Iterator[Site]:
         if token.text in ("END", "EXCEPTION"):
             continue
         end = next((place for place, other in enumerate(statement) if other.text == ";" and not other.depth), 0)
-        assigns = ":=" in (statement[1].text, statement[min(3, end)].text)
+        # With three words before it, it is the declaration of a constant.
+        assigns = ":=" in (statement[1].text, statement[min(3, end)].text) and statement[1].text != "constant"
         returns = token.text == "RETURN" and statement[1].text in (";", "QUERY")
         if token.text in _DROPPED or assigns or returns:
             yield Site("drop", token.start, statement[end - 1].end, "NULL")

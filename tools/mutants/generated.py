@@ -51,6 +51,55 @@ FENCE: Tests = (
 )
 FENCED: Tests = ("tests/election/test_fence_rules.py",)
 
+
+def _tests(file: str, *names: str) -> Tests:
+    """Those of a file that are about one function: all of them would take a minute per mutant."""
+    return tuple(f"{file}::test_{name}" for name in names)
+
+
+LEASES = "tests/election/test_ledger_leases.py"
+LEASE_SETTINGS = _tests(
+    LEASES,
+    "a_message_above_read_committed_is_refused_and_changes_nothing",
+    "what_a_message_depends_on_is_set_until_its_commit_and_no_longer",
+)
+LEASE_OPEN = _tests(
+    LEASES,
+    "a_lease_is_recorded_once_however_often_its_message_comes",
+    "the_lease_that_a_process_has_lost_ends_with_the_opening_of_the_next_one",
+    "no_other_lease_ends_with_an_opening",
+    "the_first_lease_of_a_history_notes_when_that_began",
+    "a_message_above_read_committed_is_refused_and_changes_nothing",
+)
+LEASE_MESSAGE = _tests(
+    LEASES,
+    "a_message_begins_with_a_beat_of_its_own_row_and_ends_without_a_backend",
+    "the_end_of_a_message_is_told_with_the_key_of_that_very_lease",
+    "a_message_that_was_overtaken_changes_nothing",
+    "a_message_is_carried_out_once_and_only_for_a_lease_that_holds",
+    "a_message_above_read_committed_is_refused_and_changes_nothing",
+)
+LEASE_END = _tests(
+    LEASES,
+    "a_silent_lease_is_ended_at_the_beat_that_was_seen_and_nobody_else_is",
+    "a_lease_may_end_another_and_the_eviction_leaves_its_trace",
+    "a_lease_that_is_not_silent_or_not_ours_to_end_stays",
+    "a_lease_whose_row_somebody_holds_is_not_silent_and_nobody_waits_for_it",
+    "who_is_not_recorded_for_its_backend_ends_no_lease",
+)
+LEASE_LOCK = _tests(
+    LEASES,
+    "a_lease_has_the_locks_of_what_it_takes_exclusively_until_the_commit",
+    "a_role_with_another_key_takes_the_recorded_lock_as_well",
+    "what_somebody_else_has_locked_is_not_locked_and_not_waited_for",
+    "only_a_lease_that_is_recorded_for_this_backend_gets_locks",
+)
+LEASE_RULES: Tests = ("tests/election/test_lease_rules.py",)
+LEASE_SESSION: Tests = ("tests/pg/test_lease_session.py",)
+LEASED_ROLES: Tests = ("tests/election/test_leased_roles.py",)
+GATES: Tests = ("tests/election/test_ledger_gates.py",)
+SLOTS: Tests = ("tests/election/test_ledger_slots.py",)
+
 PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
     "_election/role.py": {
         RULE: (
@@ -96,6 +145,33 @@ PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
     "_election/releasing.py": {ENGINE: ("Releases._begin", "Releases.finish", "Releases.lost")},
     "_election/ledger.py": {
         SESSION: ("Ledger.beat", "Ledger.bump", "Ledger.end_terms", "Ledger.unlock", "Ledger.hint", "Ledger._write")
+    },
+    "_election/lease.py": {
+        LEASE_RULES: tuple(
+            f"LeaseLedger.{name}"
+            for name in (
+                "__init__",
+                "open",
+                "beat",
+                "try_and_look",
+                "_listen",
+                "_seems_free",
+                "_is_silent",
+                "bump",
+                "end_terms",
+                "unlock",
+                "evict",
+            )
+        )
+    },
+    "_pg/lease.py": {
+        LEASE_SESSION: (
+            *(
+                f"LeaseSession.{name}"
+                for name in ("rows", "_once", "_message", "_connected", "_remember_warning", "_failed", "_abandon")
+            ),
+            "_execute",
+        )
     },
     "fence.py": {
         FENCED: (
@@ -143,6 +219,14 @@ FUNCTIONS: dict[Tests, tuple[str, ...]] = {
     ),
     TERMS: ("bump_unleased", "longest_wait_s", "end_term", "advance_epoch", "next_number"),
     FENCE: ("fence", "fence_strictly", "check_fence"),
+    LEASE_SETTINGS: ("lease_settings",),
+    LEASE_OPEN: ("lease_open",),
+    LEASE_MESSAGE: ("lease_begin", "lease_done"),
+    LEASE_END: ("end_silent_leases",),
+    LEASE_LOCK: ("lease_lock",),
+    LEASED_ROLES: ("bump",),
+    GATES: ("report_gates",),
+    SLOTS: ("claim_slot", "finish_slot"),
 }
 STATEMENTS: dict[str, dict[Tests, tuple[str, ...]]] = {
     "_pg/sql/ledger.sql": {
