@@ -329,16 +329,26 @@ def decode(decoder: "msgspec.json.Decoder[_R]", body: bytes | bytearray, scan: "
 
     Length and strings are what makes decoding expensive, so both are bounded before, by `scan` if it has seen the body.
     Counted again, the strings say whether a field was given twice, which msgspec does not notice."""
-    if scan is None:
+    if scan is None and len(body) > OBJECT_BYTES_MAX:
         scan = Scan()
         scan.take(body)
+    quotes = _string_quotes(body) if scan is None else scan.quotes
     try:
         asked = decoder.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
         raise _malformed(error) from None
-    if scan.quotes != 2 * asked.strings:
+    if quotes != 2 * asked.strings:
         raise Refusal(400, "a field is given twice, or a number is written as a text")
     return asked
+
+
+def _string_quotes(body: bytes | bytearray) -> int:
+    """The quotes around strings. Exact for JSON, and for what of any body the decoder would read: it stops at a
+    backslash that is outside of a string."""
+    if b"\\" not in body:
+        return body.count(b'"')
+    unescaped = body.replace(b"\\\\", b"..")
+    return unescaped.count(b'"') - unescaped.count(b'\\"')
 
 
 class Scan:
@@ -349,8 +359,6 @@ class Scan:
 
     def __init__(self) -> None:
         self.quotes = 0
-        """Those around strings. Exact for JSON, and for what of any body the decoder would read: it stops at a
-        backslash that is outside of a string."""
         self._bytes = 0
         self._objects = 0
         self._escape = False
@@ -362,18 +370,13 @@ class Scan:
         self._objects += part.count(b"{")
         if self._bytes > OBJECT_BYTES_MAX * max(1, self._objects):
             raise Refusal(400, f"the body has more than {OBJECT_BYTES_MAX} bytes for each operation in it")
-        self.quotes += self._quotes_in(part)
-        if self.quotes > 2 * STRINGS_MAX:
-            raise Refusal(400, f"the body has more strings than {BATCH_MAX} operations have")
-
-    def _quotes_in(self, part: bytes | bytearray) -> int:
         if self._escape:
             part, self._escape = part[1:], not part
-        if b"\\" not in part:
-            return part.count(b'"')
-        unescaped = part.replace(b"\\\\", b"..")
-        self._escape = unescaped.endswith(b"\\")
-        return unescaped.count(b'"') - unescaped.count(b'\\"')
+        self.quotes += _string_quotes(part)
+        if part.endswith(b"\\"):
+            self._escape = bool((len(part) - len(part.rstrip(b"\\"))) % 2)
+        if self.quotes > 2 * STRINGS_MAX:
+            raise Refusal(400, f"the body has more strings than {BATCH_MAX} operations have")
 
 
 def _malformed(error: Exception) -> Refusal:
