@@ -532,6 +532,70 @@ async def test_many_requests_and_bodies_behind_one_that_waits_are_kept_within_bo
         assert [len(answer[1]) for answer in answers] == [7] * 1_000 + [8 + len(body)] * 100 + [7]
 
 
+@both_loops
+@pytest.mark.parametrize("refused", [False, True])
+async def test_a_connection_that_sends_much_at_once_is_read_no_further_before_others_have_had_their_turns(
+    monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    monkeypatch.setattr(protocol, "REST_S", 3600.0)
+    seen, enough = 0, asyncio.Event()
+    received = protocol.Connection.data_received
+
+    def counted(connection: protocol.Connection, data: bytes) -> None:
+        nonlocal seen
+        seen += len(data)
+        received(connection, data)
+        if connection._resting is not None:
+            enough.set()
+
+    monkeypatch.setattr(protocol.Connection, "data_received", counted)
+    body = b"x" * 4_000_000
+    async with serving(echo) as connect:
+        head = b"no HTTP\r\n\r\n" if refused else get("/", f"Content-Length: {len(body)}", method="POST")
+        await connect(head + body)
+        await asyncio.wait_for(enough.wait(), PATIENCE_S)
+        before = seen
+        for _ in range(3):
+            assert (await (await connect(get("/", CLOSE))).rest()).startswith(b"HTTP/1.1 200")
+        assert seen - before == 3 * len(get("/", CLOSE))
+        connect.server._connections.abort()
+
+
+@both_loops
+@pytest.mark.parametrize("framing", ["Content-Length: 500000", "Transfer-Encoding: chunked"])
+async def test_no_more_than_a_part_of_what_has_come_is_parsed_in_one_turn(framing: str) -> None:
+    body = b"x" * 500_000
+    framed = body if framing.startswith("Content-Length") else b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    sent = get("/", framing, CLOSE, method="POST") + framed
+    async with serving(echo) as connect:
+        client = await connect(get("/"))
+        await client.until(b"GET /? ")
+        (connection,) = connect.server._connections.open
+        connection.data_received(sent)
+        assert len(sent) - len(connection._unparsed) <= protocol.TURN_BYTES_MAX + protocol.PIECE_BYTES
+        ((_, answered),) = bodies(await client.rest())
+        assert answered == b"POST /? " + body
+
+
+@both_loops
+async def test_a_connection_that_has_rested_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests = 0
+    rest = protocol.Connection._rest
+
+    def counted(connection: protocol.Connection) -> None:
+        nonlocal rests
+        rests += connection._resting is None
+        rest(connection)
+
+    monkeypatch.setattr(protocol.Connection, "_rest", counted)
+    body = b"0123456789" * 100_000
+    async with serving(echo) as connect:
+        client = await connect(get("/", f"Content-Length: {len(body)}", CLOSE, method="POST") + body)
+        ((_, answered),) = bodies(await client.rest())
+        assert answered.endswith(body)
+    assert rests > 0
+
+
 async def _send_each(client: Client, parts: list[bytes]) -> None:
     for part in parts:
         client.send(part)

@@ -395,6 +395,20 @@ async def test_a_body_without_end_is_refused_before_its_end() -> None:
     assert (await refusal_of(read_body(receive, Waits(10), 3))).status == 413
 
 
+async def test_a_body_that_is_refused_by_one_of_its_parts_is_read_to_its_end_and_looked_at_no_more() -> None:
+    seen: list[bytes] = []
+
+    def look(body: bytes) -> None:
+        seen.append(body)
+        if len(seen) == 2:
+            raise Refusal(400, "too expensive")
+
+    parts = [part(b"ab", more=True), part(b"c", more=True), part(b"d", more=True), part(b"e", more=False)]
+    refusal = await refusal_of(read_body(sender(*parts), Waits(10), 100, look))
+    assert refusal.error == "too expensive"
+    assert seen == [b"ab", b"c"]
+
+
 async def test_a_client_that_leaves_in_the_middle_of_its_body_is_not_answered() -> None:
     with pytest.raises(ClientGone):
         await read_body(sender(part(b"ab", more=True), {"type": "http.disconnect"}), Waits(10), 100)

@@ -1,13 +1,14 @@
 """The lock server's JSON, without a socket: what is accepted, what is refused, and what is published about it."""
 
 import contextlib
+import itertools
 import json
 import re
 import sys
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pgleaderlock._http.access import HostCheck
@@ -189,6 +190,25 @@ def test_many_quotes_inside_of_names_are_not_too_many_strings() -> None:
     item = {"op": "renew", "lock_name": name, "owner_id": name, "lease_id": name, "fencing_token": 1, "extend_by_ms": 1}
     body = json.dumps({"operations": [item] * wire.BATCH_MAX}).encode()
     assert len(wire.decode(BATCH, body).operations) == wire.BATCH_MAX
+
+
+@given(body=st.lists(st.sampled_from([b"{", b'"', b"\\", b"a"])).map(b"".join), cuts=st.lists(st.integers(0, 40)))
+@example(body=rb'"\"', cuts=[2])
+@example(body=rb'"\\"', cuts=[2, 2, 3])
+def test_however_a_body_is_cut_its_strings_are_counted_alike(body: bytes, cuts: list[int]) -> None:
+    whole, in_parts = wire.Scan(), wire.Scan()
+    whole.take(body)
+    ends = sorted(min(cut, len(body)) for cut in cuts)
+    for begin, end in itertools.pairwise([0, *ends, len(body)]):
+        in_parts.take(body[begin:end])
+    assert in_parts.quotes == whole.quotes
+
+
+@pytest.mark.parametrize("filling", [rb"\u00e4", rb"\\", b"9", b" ", b"[]", b"x", b'"owner_id":"a",'])
+def test_a_body_that_is_too_expensive_is_refused_before_all_of_it_has_come(filling: bytes) -> None:
+    scan = wire.Scan()
+    scan.take(b'{"operations": [{"op": "release", "lock_name": "')
+    assert refused(lambda: scan.take(filling * (64 * 1024 // len(filling)))).status == 400
 
 
 @pytest.mark.parametrize("text", ["x" * MIB, "matching regex '" * 1000])

@@ -54,6 +54,9 @@ connections get their turn."""
 PIPELINE_MAX = 64
 PIECE_BYTES = 8 * 1024
 """How much is parsed at once: the parser itself cannot be stopped when enough has come."""
+TURN_BYTES_MAX = 64 * 1024
+REST_S = 0.001
+"""When a connection has sent so much at once, it is read no further for so long: others have their turns before."""
 LINGER_S = 1.0
 """How long a client that still sends is listened to after its last answer, so that it gets to read that."""
 GRACE_S = 0.1
@@ -181,7 +184,9 @@ class Connection(asyncio.Protocol):
         self.shared = shared
         self._state = _READING
         self._parser = httptools.HttpRequestParser(self)
-        self._unparsed = b""
+        self._unparsed: bytes | memoryview = b""
+        self._resting: asyncio.TimerHandle | None = None
+        """Reads on when the connection has rested."""
         self._alone: bytes | None = None
         """What is being parsed and came when nothing else was under way: perhaps one request, and all of it."""
         self._unread_bytes = 0
@@ -229,6 +234,8 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._state = _LOST
+        if self._resting is not None:
+            self._resting.cancel()
         self._waiting.clear()
         self._refusal = None
         self._client_has_gone()
@@ -247,16 +254,24 @@ class Connection(asyncio.Protocol):
                 self._begin_next()
                 return
             self._alone = data
-        self._unparsed = self._unparsed + data if self._unparsed else data
+        self._unparsed = b"".join((self._unparsed, data)) if self._unparsed else data
         self._parse()
         self._alone = None
+        if len(data) > TURN_BYTES_MAX:
+            self._rest()
 
     def _parse(self) -> None:
+        left = TURN_BYTES_MAX
         while self._unparsed and self._state == _READING and not self._is_enough():
             if len(piece := self._unparsed) <= PIECE_BYTES:
                 self._unparsed = b""
+            elif left <= 0:
+                self._rest()
+                return
             else:
-                piece, self._unparsed = piece[:PIECE_BYTES], piece[PIECE_BYTES:]
+                whole, size = memoryview(piece), self._piece_bytes()  # which is not copied when it is cut
+                piece, self._unparsed = whole[:size], whole[size:]
+            left -= len(piece)
             self._unread_bytes += len(piece)
             try:
                 self._parser.feed_data(piece)
@@ -278,7 +293,14 @@ class Connection(asyncio.Protocol):
                 # From now on nobody would notice that the client leaves: a request that waits must not wait on.
                 self._answering.client_has_gone()
 
-    def _decline_upgrade(self, rest: bytes) -> None:
+    def _piece_bytes(self) -> int:
+        """Of a body that somebody is waiting for, and that declares its length, more is parsed at once."""
+        arriving = self._arriving
+        if arriving is None or arriving is not self._answering:
+            return PIECE_BYTES
+        return max(PIECE_BYTES, min(TURN_BYTES_MAX, arriving.missing_bytes))
+
+    def _decline_upgrade(self, rest: bytes | memoryview) -> None:
         """The parser skips the body of a request that asks for another protocol. A new parser, which is given nothing
         of that request but its framing, reads the body. What comes behind the body is thrown away."""
         assert self._arriving is not None
@@ -339,6 +361,7 @@ class Connection(asyncio.Protocol):
         if exchange.named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise _other_coding()
         self._chunks_left = CHUNKS_MAX
+        exchange.missing_bytes = int(exchange.named.get(b"content-length", b"0"))  # the parser has read it, too
         if version == "1.1":
             exchange.keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
             exchange.expects = exchange.named.get(b"expect", b"").lower() == b"100-continue"
@@ -439,10 +462,22 @@ class Connection(asyncio.Protocol):
         return True
 
     def read_on(self) -> None:
-        if not self.transport.is_closing():
+        if not self._rests() and not self.transport.is_closing():
             self._parse()
-            if not self._is_enough():
+            if not self._rests() and not self._is_enough():
                 self.transport.resume_reading()
+
+    def _rests(self) -> bool:
+        return self._resting is not None
+
+    def _rest(self) -> None:
+        if self._resting is None and not self.transport.is_closing():
+            self.transport.pause_reading()
+            self._resting = self.shared.loop.call_later(REST_S, self._rested)
+
+    def _rested(self) -> None:
+        self._resting = None
+        self.read_on()
 
     def _is_enough(self) -> bool:
         """As much has come as is kept: the rest waits in the kernel."""
@@ -546,7 +581,7 @@ class Exchange:
 
     __slots__ = (
         "_body_given", "_connection", "_start", "_streaming", "_when_gone", "_woken", "answered", "body", "complete",
-        "expects", "gone", "headers", "keep_alive", "method", "named", "path", "query", "version",
+        "expects", "gone", "headers", "keep_alive", "method", "missing_bytes", "named", "path", "query", "version",
     )  # fmt: skip
 
     def __init__(
@@ -571,6 +606,8 @@ class Exchange:
         self.body = bytearray(body or b"")
         self.complete = body is not None
         """All of the request has come."""
+        self.missing_bytes = 0
+        """What is still to come of a body that has declared its length."""
         self.gone = False
         """Nothing more comes, and perhaps nobody listens."""
         self.answered = False
@@ -588,6 +625,7 @@ class Exchange:
     # --- From the connection
 
     def take(self, body: bytes) -> None:
+        self.missing_bytes -= len(body)
         if not self.answered:
             self.body += body
             if len(self.body) >= BODY_PIECE_BYTES:

@@ -474,24 +474,32 @@ def check_json(headers: Mapping[bytes, bytes], body_bytes_max: int) -> None:
         raise too_long(body_bytes_max)
 
 
-async def read_body(receive: Receive, waits: Waits, body_bytes_max: int) -> bytes:
-    """The whole body. Raises `Refusal` (408, 413, 503) or `ClientGone`."""
+async def read_body(
+    receive: Receive, waits: Waits, body_bytes_max: int, look: Callable[[bytes], None] | None = None
+) -> bytearray:
+    """The whole body. Raises `Refusal` (408, 413, 503) or `ClientGone`. `look` is called with each part of it, and may
+    raise a `Refusal`: then nothing is kept, and the rest is read and thrown away."""
     task = asyncio.current_task()
     assert task is not None
     waits.begin(task)
     try:
-        message = await receive()
-        body: bytes = message.get("body", b"")
-        seen_bytes = len(body)
-        if message.get("more_body", False):
-            collected = bytearray(body)
-            while message.get("more_body", False) and seen_bytes <= _DISCARDED_BYTES_MAX:
-                message = await receive()
-                part: bytes = message.get("body", b"")
-                seen_bytes += len(part)
-                if seen_bytes <= body_bytes_max:
-                    collected += part
-            body = bytes(collected)
+        body = bytearray()
+        refusal: Refusal | None = None
+        seen_bytes, more, gone = 0, True, False
+        while more and seen_bytes <= _DISCARDED_BYTES_MAX:
+            message = await receive()
+            part: bytes = message.get("body", b"")
+            more, gone = message.get("more_body", False), message["type"] == "http.disconnect"
+            seen_bytes += len(part)
+            if seen_bytes > body_bytes_max:
+                refusal, body = too_long(body_bytes_max), bytearray()
+            if refusal is None:
+                try:
+                    if look is not None:
+                        look(part)
+                    body += part
+                except Refusal as error:
+                    refusal, body = error, bytearray()
     except asyncio.CancelledError:
         why = waits.end(task)
         if why is None:
@@ -500,10 +508,10 @@ async def read_body(receive: Receive, waits: Waits, body_bytes_max: int) -> byte
         raise (stopping() if why == _STOPPING else _too_slow(waits.body_timeout_s)) from None
     finally:
         waits.end(task)
-    if message["type"] == "http.disconnect":
+    if gone:
         raise ClientGone
-    if seen_bytes > body_bytes_max:
-        raise too_long(body_bytes_max)
+    if refusal is not None:
+        raise refusal
     return body
 
 

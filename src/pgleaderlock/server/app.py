@@ -213,7 +213,9 @@ class LockApp:
             case [b"v1", b"batch"]:
                 _only(method, "POST")
                 check_json(headers, BATCH_BYTES_MAX)
-                batch = wire.decode(_batch_decoder, await read_body(receive, self._waits, BATCH_BYTES_MAX))
+                scan = wire.Scan()
+                body = await read_body(receive, self._waits, BATCH_BYTES_MAX, scan.take)
+                batch = wire.decode(_batch_decoder, body, scan)
                 return await self._service.batch(caller, batch.operations)
             case [b"healthz"]:
                 _only(method, "GET")

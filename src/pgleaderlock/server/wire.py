@@ -61,6 +61,7 @@ __all__ = [
     "RenewRefused",
     "RenewReply",
     "RenewRequest",
+    "Scan",
     "StatusReply",
     "busy_reply",
     "checked_name",
@@ -323,16 +324,15 @@ def decoder(of: type[_T]) -> "msgspec.json.Decoder[_T]":
     return msgspec.json.Decoder(of, strict=False)
 
 
-def decode(decoder: "msgspec.json.Decoder[_R]", body: bytes | bytearray) -> _R:
+def decode(decoder: "msgspec.json.Decoder[_R]", body: bytes | bytearray, scan: "Scan | None" = None) -> _R:
     """The request in `body`. Raises `Refusal` 400 that says which field is wrong.
 
-    Length and strings are what makes decoding expensive, so both are bounded before. Counted again, the strings say
-    whether a field was given twice, which msgspec does not notice."""
-    if len(body) > OBJECT_BYTES_MAX and len(body) > OBJECT_BYTES_MAX * body.count(b"{"):
-        raise Refusal(400, f"the body has more than {OBJECT_BYTES_MAX} bytes for each operation in it")
-    quotes = _string_quotes(body)
-    if quotes > 2 * STRINGS_MAX:
-        raise Refusal(400, f"the body has more strings than {BATCH_MAX} operations have")
+    Length and strings are what makes decoding expensive, so both are bounded before, by `scan` if it has seen the body.
+    Counted again, the strings say whether a field was given twice, which msgspec does not notice."""
+    if scan is None and len(body) > OBJECT_BYTES_MAX:
+        scan = Scan()
+        scan.take(body)
+    quotes = _string_quotes(body) if scan is None else scan.quotes
     try:
         asked = decoder.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -349,6 +349,34 @@ def _string_quotes(body: bytes | bytearray) -> int:
         return body.count(b'"')
     unescaped = body.replace(b"\\\\", b"..")
     return unescaped.count(b'"') - unescaped.count(b'\\"')
+
+
+class Scan:
+    """Counts what makes a body expensive to decode. A long body is counted while it comes, part by part: it is refused
+    before most of it is kept, and no part takes long."""
+
+    __slots__ = ("_bytes", "_escape", "_objects", "quotes")
+
+    def __init__(self) -> None:
+        self.quotes = 0
+        self._bytes = 0
+        self._objects = 0
+        self._escape = False
+        """The last part has ended with a backslash that belongs to the next byte."""
+
+    def take(self, part: bytes | bytearray) -> None:
+        """The next part. Raises `Refusal` 400 when the body is too expensive."""
+        self._bytes += len(part)
+        self._objects += part.count(b"{")
+        if self._bytes > OBJECT_BYTES_MAX * max(1, self._objects):
+            raise Refusal(400, f"the body has more than {OBJECT_BYTES_MAX} bytes for each operation in it")
+        if self._escape:
+            part, self._escape = part[1:], not part
+        self.quotes += _string_quotes(part)
+        if part.endswith(b"\\"):
+            self._escape = bool((len(part) - len(part.rstrip(b"\\"))) % 2)
+        if self.quotes > 2 * STRINGS_MAX:
+            raise Refusal(400, f"the body has more strings than {BATCH_MAX} operations have")
 
 
 def _malformed(error: Exception) -> Refusal:
