@@ -179,6 +179,9 @@ class Winning:
                     refused.append(role)
         if refused:
             await self._end_silent_leases(refused)
+            if self._settings.evict_stale:
+                # A lease takes what a session holds for free, until the lock tells: it was not followed meanwhile.
+                await self._evict_silent(refused)
         return busy
 
     def _begin_term(self, role: Role, bump: Bump, sent_at: float, won_at: float) -> None:
