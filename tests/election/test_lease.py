@@ -369,6 +369,36 @@ async def test_a_look_that_the_server_refuses_is_told_and_not_taken_for_a_lost_a
             await until(lambda: "see the GRANTs" in str(election.last_error))
 
 
+async def test_looks_that_get_no_answer_are_told_once_though_the_heartbeats_do(
+    pooled: str, role: str, proxy_to: StartProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node looks like a standby: without a word, nobody would know that it cannot take over."""
+    between = await proxy_to(pooled)
+    leader, standby = leased(pooled, role, "first", **HASTY), leased(between.dsn_for(pooled), role, "second", **HASTY)
+
+    def lose_the_answers_to_looks(chunk: bytes) -> None:
+        if b"reserved AS MATERIALIZED" in chunk:
+            looks.append(chunk)
+            between.drop_replies()
+        else:
+            between.heal()
+
+    looks: list[bytes] = []
+    async with running(leader):
+        await opens(leader, role)
+        async with running(standby):
+            between.overhear = lose_the_answers_to_looks
+            await until(lambda: "looks_unanswered" in caplog.text)
+            told = len(looks)
+            await until(lambda: len(looks) > told + 1)
+            assert caplog.text.count("looks_unanswered") == 1
+            assert "did not answer 'lease_look'" in str(standby.last_error)
+            between.overhear = None
+            between.heal()
+            await leader.shutdown()
+            await opens(standby, role)
+
+
 async def test_a_dsn_callable_that_fails_for_a_while_costs_no_term(
     pooled: str, superuser: str, role: str, proxy_to: StartProxy
 ) -> None:

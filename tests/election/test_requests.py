@@ -194,12 +194,13 @@ async def test_a_named_node_that_does_not_compete_keeps_the_role_free_for_a_mome
 ) -> None:
     """It is alive and a candidate, but for another role: no table says that.
 
-    The own next look of every session is far away. Nothing but its looks tells a lease.
+    Everybody's own next look is far away, unless it is a lease, which has nothing else to go by.
     """
-    role, far = f"{name}-role", {"acquire_delay_s": (500.0, 550.0) if hold == "session" else (0.4, 0.5)}
+    role, far = f"{name}-role", {"acquire_delay_s": (500.0, 550.0)}
+    looks = far if hold == "session" else {"acquire_delay_s": (0.4, 0.5)}
     async with node("gives", **far) as gives, node("named", f"{name}-other"):
         await opens(gives, role)
-        async with node("waits", **far) as waits:
+        async with node("waits", **looks) as waits:
             await until(lambda: waits.leader(role) is not None)
             asked = hand.step_down(role, "named")
             await opens(waits, role)
