@@ -80,22 +80,21 @@ class Lag:
     """How late this machine is: a timer that does nothing else, on the loop that forwards every message of a node."""
 
     def __init__(self) -> None:
+        self._due_ns: list[int] = []
         self._woke_ns: list[int] = []
-        self._late_ns: list[int] = [0]
-        """The sum of all that came too late, before each wake and after the last."""
 
     async def run(self) -> None:
         while True:
-            asked = boot_ns()
+            due = boot_ns() + int(LAG_TICK_S * 1e9)
             await asyncio.sleep(LAG_TICK_S)
-            woke = boot_ns()
-            self._woke_ns.append(woke)
-            self._late_ns.append(self._late_ns[-1] + max(0, woke - asked - int(LAG_TICK_S * 1e9)))
+            self._due_ns.append(due)
+            self._woke_ns.append(boot_ns())
 
     def between_s(self, begin_ns: int, end_ns: int) -> float:
-        """By how much the wakes of this time came too late, together; the one that was due at its end counts, too."""
-        first, last = bisect.bisect_left(self._woke_ns, begin_ns), bisect.bisect_left(self._woke_ns, end_ns) + 1
-        return (self._late_ns[min(last, len(self._woke_ns))] - self._late_ns[first]) / 1e9
+        """For how much of this time the timer should have been awake, and was not."""
+        first, last = bisect.bisect_right(self._woke_ns, begin_ns), bisect.bisect_left(self._due_ns, end_ns)
+        late = zip(self._due_ns[first:last], self._woke_ns[first:last], strict=True)
+        return sum(max(0, min(woke, end_ns) - max(due, begin_ns)) for due, woke in late) / 1e9
 
 
 class LedAgain(NamedTuple):
@@ -435,19 +434,23 @@ class Storm:
         messages = [message for heard in self._overheard.values() for message in heard]
         self.rng.shuffle(messages)
         await asyncio.sleep(self._for_s(name, 0.0, 1.5))
-        async with (
-            self._database,
-            await psycopg.AsyncConnection.connect(
-                self.pooled or self.server.dsn, autocommit=True, cursor_factory=psycopg.AsyncClientCursor
-            ) as pooler,
-        ):
-            for message in messages:
-                try:
-                    await pooler.execute(message)
-                except psycopg.Error as error:
-                    self.echoes[error.sqlstate or "lost"] += 1
-                else:
-                    self.echoes["carried out"] += 1
+        async with self._database:
+            while messages:  # anew where a connection was lost, which costs one of them
+                with contextlib.suppress(psycopg.OperationalError):
+                    async with await psycopg.AsyncConnection.connect(
+                        self.pooled or self.server.dsn, autocommit=True, cursor_factory=psycopg.AsyncClientCursor
+                    ) as pooler:
+                        await self._send_again(pooler, messages)
+                del messages[-1:]
+
+    async def _send_again(self, pooler: psycopg.AsyncConnection[Any], messages: list[bytes]) -> None:
+        while messages and not pooler.closed:
+            try:
+                await pooler.execute(messages.pop())
+            except psycopg.Error as error:
+                self.echoes[error.sqlstate or "lost"] += 1
+            else:
+                self.echoes["carried out"] += 1
 
     async def _restart(self, name: str, role: str) -> None:
         async with self._database:
