@@ -87,8 +87,11 @@ class Lag:
         while True:
             due = boot_ns() + int(LAG_TICK_S * 1e9)
             await asyncio.sleep(LAG_TICK_S)
-            self._due_ns.append(due)
-            self._woke_ns.append(boot_ns())
+            self.slept(due, boot_ns())
+
+    def slept(self, due_ns: int, woke_ns: int) -> None:
+        self._due_ns.append(due_ns)
+        self._woke_ns.append(woke_ns)
 
     def between_s(self, begin_ns: int, end_ns: int) -> float:
         """For how much of this time the timer should have been awake, and was not."""
