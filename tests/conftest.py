@@ -14,6 +14,8 @@ from typing import Protocol
 import pytest
 
 from pgleaderlock import LeaderElection
+from pgleaderlock._election.lease import LeaseLedger
+from pgleaderlock._election.ledger import Ledger
 from pgleaderlock.embedded import EmbeddedPostgres
 from support.pgbouncer import PoolMode, pooler
 from support.proxy import Proxy
@@ -173,7 +175,14 @@ def pgbouncer(nothing_left: None) -> Iterator[StartPooler]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test of elections that uses `hold` runs once per way to hold roles, unless it is about sessions."""
+    """A test of elections that uses `hold` runs once per way to hold roles, unless it is about sessions.
+
+    `of_sessions` marks what is about them by nature. A lease
+    - has no LISTEN: nothing wakes it between its looks and its heartbeats,
+    - holds no lock: it excludes by the role's name, neither locks and guards nor a second key of the same name,
+    - has no backend: the ledger learns that its process was killed when it has been silent for long,
+    - cannot have `standby_wait_s` or `balance`: the constructor refuses them.
+    """
     if "hold" in metafunc.fixturenames:
         of_sessions = metafunc.definition.get_closest_marker("of_sessions") is not None
         metafunc.parametrize("hold", ["session"] if of_sessions else ["session", "lease"], indirect=True)
@@ -186,3 +195,9 @@ def hold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     assert defaults is not None
     monkeypatch.setitem(defaults, "hold", request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def ledger_kind(hold: str) -> type[Ledger]:
+    """The class of these elections' ledgers, for a test that stands between one and its server."""
+    return Ledger if hold == "session" else LeaseLedger

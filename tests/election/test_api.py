@@ -5,6 +5,7 @@ Every test runs twice: as a superuser and as a plain role that has what `grants.
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 import socket
@@ -367,9 +368,9 @@ async def test_an_instant_takeover_does_not_make_the_next_safe_one_forget_the_fi
             assert not safe.gate(role).is_leader, "it opened at once, while the frozen one may still act"
 
 
-def lose_the_next_bump_of(node_id: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def lose_the_next_bump_of(node_id: str, kind: type[Ledger], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Committed, and never heard of. What is returned fills with the session in which it happened."""
-    real = Ledger.bump
+    real = kind.bump
     lost: list[int] = []
 
     async def bump(self: Ledger, *args: Any, **kwargs: Any) -> list[Bump]:
@@ -379,18 +380,17 @@ def lose_the_next_bump_of(node_id: str, monkeypatch: pytest.MonkeyPatch) -> list
             raise ConnectionError("the answer was lost on its way")
         return answer
 
-    monkeypatch.setattr(Ledger, "bump", bump)
+    monkeypatch.setattr(kind, "bump", bump)
     return lost
 
 
-@pytest.mark.of_sessions
 async def test_a_node_that_never_heard_of_its_own_bump_still_waits(
-    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+    node_dsn: str, role: str, ledger_kind: type[Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bump is committed, its answer lost: the next session of this process finds itself as the predecessor."""
     waits = LeaderElection(node_dsn, role, node_id="waits", **PATIENT)
     async with a_predecessor_that_still_acts(node_dsn, role):
-        lost = lose_the_next_bump_of("waits", monkeypatch)
+        lost = lose_the_next_bump_of("waits", ledger_kind, monkeypatch)
         async with waits:
             end_leader(node_dsn, role)
             await until(lambda: waits.state(role) is LockState.LEADER)
@@ -398,9 +398,8 @@ async def test_a_node_that_never_heard_of_its_own_bump_still_waits(
             assert not waits.gate(role).is_leader, "it opened at once, while the frozen one may still act"
 
 
-@pytest.mark.of_sessions
 async def test_a_node_that_led_before_on_the_session_of_the_lost_answer_still_waits(
-    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+    node_dsn: str, role: str, ledger_kind: type[Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last term that it has heard of was on that very session, but somebody else has led since."""
     first = LeaderElection(node_dsn, role, node_id="first", **PATIENT)
@@ -409,11 +408,13 @@ async def test_a_node_that_led_before_on_the_session_of_the_lost_answer_still_wa
             await opens(first, role)
             session_id = first._run.engine._board.ledger.session_id  # type: ignore[union-attr]
             queued = asyncio.ensure_future(asyncio.to_thread(second.wait_for_lock, role))
-            await until(lambda: waits_for_a_lock(node_dsn, second.conn.info.backend_pid), "the second one to queue up")
+            # Of a lease, nobody holds the lock: the second one has it before the role is given up.
+            queues = functools.partial(waits_for_a_lock, node_dsn, second.conn.info.backend_pid)
+            await until(lambda: queued.done() or queues(), "the second one to queue up")
             await bounded(first.step_down(role))
             await bounded(queued)
             assert second.bump(role)["prev_clean"]  # it may act from now on, and for minutes
-            lost = lose_the_next_bump_of("first", monkeypatch)
+            lost = lose_the_next_bump_of("first", ledger_kind, monkeypatch)
             second.conn.close()
             await until(lambda: first.state(role) is LockState.LEADER)
             assert lost == [session_id]
@@ -428,7 +429,6 @@ def waits_for_a_lock(dsn: str, pid: int) -> bool:
 # --- The stream of changes
 
 
-@pytest.mark.of_sessions
 async def test_changes_tell_both_nodes_in_order_who_leads(node_dsn: str, role: str) -> None:
     one_node = LeaderElection(node_dsn, role, node_id="one", **{**PATIENT, "acquire_delay_s": (0.2, 5.0)})
     two = LeaderElection(node_dsn, role, node_id="two", **PATIENT)

@@ -29,7 +29,9 @@ from support.elections import (
     admin,
     bounded,
     end_leader,
+    end_session,
     holding,
+    last_session,
     ledger_dsns,
     one,
     opens,
@@ -92,13 +94,12 @@ def thread_that_acts(election: LeaderElection, role: str) -> Iterator[Callable[[
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-@pytest.mark.of_sessions
 async def test_nothing_is_released_before_the_work_has_stopped(
-    node_dsn: str, role: str, threaded: bool, monkeypatch: pytest.MonkeyPatch
+    node_dsn: str, role: str, threaded: bool, ledger_kind: type[Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The journal is the claim: each line is written by the one who did it."""
     journal: list[str] = []
-    real_end, real_unlock = Ledger.end_terms, Ledger.unlock
+    real_end, real_unlock = ledger_kind.end_terms, ledger_kind.unlock
 
     async def end_terms(self: Ledger, terms: Any, reason: str = "released") -> set[str]:
         answer = await real_end(self, terms, reason)
@@ -122,8 +123,8 @@ async def test_nothing_is_released_before_the_work_has_stopped(
         await opens(election, role)
         leading = asyncio.ensure_future(election.lead(role, lead))
         await until(lambda: election._roster.roles[role].works._running)
-        monkeypatch.setattr(Ledger, "end_terms", end_terms)
-        monkeypatch.setattr(Ledger, "unlock", unlock)
+        monkeypatch.setattr(ledger_kind, "end_terms", end_terms)
+        monkeypatch.setattr(ledger_kind, "unlock", unlock)
         with thread_that_acts(election, role) as let_end:
             draining = asyncio.ensure_future(election.drain(role, timeout_s=WAIT_S))
             await until(lambda: not election.gate(role).is_leader)
@@ -162,12 +163,21 @@ async def test_after_a_clean_drain_another_acts_at_once(node_dsn: str, role: str
         await opens(second, role)
 
 
-@pytest.mark.parametrize("balance", [False, True])
-@pytest.mark.of_sessions
 async def test_a_role_that_was_given_up_while_somebody_held_its_row_is_led_by_another(
-    node_dsn: str, superuser: str, role: str, balance: bool
+    node_dsn: str, superuser: str, role: str
 ) -> None:
-    """The term could not be ended then; it is as soon as the row is free, and whoever balances sees that it is."""
+    await given_up_while_somebody_holds_its_row(node_dsn, superuser, role, balance=False)
+
+
+@pytest.mark.of_sessions
+async def test_whoever_balances_sees_that_a_role_was_given_up_though_somebody_held_its_row(
+    node_dsn: str, superuser: str, role: str
+) -> None:
+    await given_up_while_somebody_holds_its_row(node_dsn, superuser, role, balance=True)
+
+
+async def given_up_while_somebody_holds_its_row(node_dsn: str, superuser: str, role: str, *, balance: bool) -> None:
+    """The term cannot be ended then; it is as soon as the row is free."""
     settings = {**HASTY, "balance": balance, "namespace": role}
     async with LeaderElection(node_dsn, role, node_id="first", **settings) as first:
         await opens(first, role)
@@ -348,19 +358,18 @@ async def test_a_drain_of_everything_is_recorded_and_covers_what_is_added_later(
         await until(lambda: not one(superuser, recorded, node)["draining"])
 
 
-@pytest.mark.of_sessions
 async def test_a_drained_node_stays_so_over_a_reconnect_and_not_over_a_start(
     node_dsn: str, superuser: str, role: str
 ) -> None:
     node = f"node-{uuid.uuid4().hex[:6]}"
-    live = "SELECT session_id, draining, backend_pid FROM pgleaderlock.sessions WHERE node_id = %s AND ended_at IS NULL"
+    live = "SELECT session_id, draining FROM pgleaderlock.sessions WHERE node_id = %s AND ended_at IS NULL"
     election = LeaderElection(node_dsn, role, node_id=node, **STEADY)
     async with election:
         await opens(election, role)
         assert await bounded(election.drain())
-        before = one(superuser, live, node)
-        one(superuser, "SELECT pg_terminate_backend(%s)", before["backend_pid"])
-        await until(lambda: one(superuser, live, node)["session_id"] > before["session_id"])
+        before = one(superuser, live, node)["session_id"]
+        end_session(superuser, before)
+        await until(lambda: last_session(superuser, node) > before)
         assert one(superuser, live, node)["draining"], "from the first moment of the new session"
         await looks(election, role)
         assert holding(node_dsn, role) == 0
@@ -368,12 +377,11 @@ async def test_a_drained_node_stays_so_over_a_reconnect_and_not_over_a_start(
         await opens(election, role)
 
 
-@pytest.mark.of_sessions
 async def test_a_lock_that_is_won_while_the_drain_is_asked_for_is_given_back(
-    node_dsn: str, superuser: str, role: str, monkeypatch: pytest.MonkeyPatch
+    node_dsn: str, superuser: str, role: str, ledger_kind: type[Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer that grants it is on its way when the drain begins: no term begins on it."""
-    real = Ledger.try_and_look
+    real = ledger_kind.try_and_look
     granted, go_on = asyncio.Event(), asyncio.Event()
 
     async def try_and_look(self: Ledger, *args: Any, **options: Any) -> list[Look]:
@@ -383,7 +391,7 @@ async def test_a_lock_that_is_won_while_the_drain_is_asked_for_is_given_back(
             await go_on.wait()
         return answer
 
-    monkeypatch.setattr(Ledger, "try_and_look", try_and_look)
+    monkeypatch.setattr(ledger_kind, "try_and_look", try_and_look)
     async with LeaderElection(node_dsn, role, **STEADY) as election:
         await bounded(granted.wait())
         draining = asyncio.ensure_future(election.drain(role))
@@ -418,10 +426,10 @@ class Acquired(ElectionObserver):
 
 @contextlib.asynccontextmanager
 async def winning(
-    monkeypatch: pytest.MonkeyPatch, dsn: str, role: str
+    monkeypatch: pytest.MonkeyPatch, kind: type[Ledger], dsn: str, role: str
 ) -> AsyncIterator[tuple[LeaderElection, Callable[[], None]]]:
     """An election whose term has begun at the server, and does not know it before it is let go on."""
-    real, won, go_on = Ledger.bump, asyncio.Event(), asyncio.Event()
+    real, won, go_on = kind.bump, asyncio.Event(), asyncio.Event()
 
     async def bump(self: Ledger, *args: Any, **options: Any) -> list[Bump]:
         answer = await real(self, *args, **options)
@@ -429,19 +437,18 @@ async def winning(
         await go_on.wait()
         return answer
 
-    monkeypatch.setattr(Ledger, "bump", bump)
+    monkeypatch.setattr(kind, "bump", bump)
     async with LeaderElection(dsn, role, **STEADY) as election:
         await bounded(won.wait())
         yield election, go_on.set
 
 
 @pytest.mark.parametrize("resumed", ["before the answer", "after the answer"])
-@pytest.mark.of_sessions
 async def test_a_drain_that_is_resumed_while_the_role_is_being_won_returns_and_the_gate_opens(
-    node_dsn: str, role: str, resumed: str, monkeypatch: pytest.MonkeyPatch
+    node_dsn: str, role: str, resumed: str, ledger_kind: type[Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks: list[asyncio.Future[Any]] = []
-    async with winning(monkeypatch, node_dsn, role) as (election, go_on):
+    async with winning(monkeypatch, ledger_kind, node_dsn, role) as (election, go_on):
         draining = asyncio.ensure_future(election.drain(role))
         await asyncio.sleep(0)
         if resumed == "before the answer":
@@ -455,12 +462,11 @@ async def test_a_drain_that_is_resumed_while_the_role_is_being_won_returns_and_t
         await asyncio.gather(*tasks)
 
 
-@pytest.mark.of_sessions
 async def test_a_term_that_begins_after_its_drain_was_asked_for_lets_nothing_in(
-    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+    node_dsn: str, role: str, ledger_kind: type[Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_gates: list[bool] = []
-    async with winning(monkeypatch, node_dsn, role) as (election, go_on):
+    async with winning(monkeypatch, ledger_kind, node_dsn, role) as (election, go_on):
         draining = asyncio.ensure_future(election.drain(role))
         await asyncio.sleep(0)
         election.observe(Acquired(lambda: open_gates.append(election.gate(role).is_leader)))
@@ -488,11 +494,10 @@ async def test_a_drain_ends_though_one_of_its_roles_is_led_again_before_the_othe
 # --- The rest
 
 
-@pytest.mark.of_sessions
 async def test_a_drain_shuts_the_gate_at_once_whatever_the_engine_is_waiting_for(
-    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+    node_dsn: str, role: str, ledger_kind: type[Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, on_its_way, go_on = Ledger.beat, asyncio.Event(), asyncio.Event()
+    real, on_its_way, go_on = ledger_kind.beat, asyncio.Event(), asyncio.Event()
 
     async def beat(self: Ledger, *args: Any) -> Beat:
         on_its_way.set()
@@ -501,7 +506,7 @@ async def test_a_drain_shuts_the_gate_at_once_whatever_the_engine_is_waiting_for
 
     async with LeaderElection(node_dsn, role, **STEADY) as election:
         await opens(election, role)
-        monkeypatch.setattr(Ledger, "beat", beat)
+        monkeypatch.setattr(ledger_kind, "beat", beat)
         await bounded(on_its_way.wait())
         draining = asyncio.ensure_future(election.drain(role))
         await asyncio.sleep(0)

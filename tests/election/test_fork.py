@@ -4,16 +4,20 @@ The child is forked from the test process.
 """
 
 import asyncio
+import contextlib
 import gc
+import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pgleaderlock import LeaderElection, LockState, NotLeader
 from support.background import Background, background
 from support.elections import PATIENT, WAIT_S, admin, ledger_dsns, opens, until
-from support.forked import Child, forked
+from support.forked import Child, forked, in_child
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 
@@ -147,3 +151,25 @@ async def test_a_child_that_was_forked_inside_the_running_loop_starts_the_electi
             assert await asyncio.to_thread(child.hears) == "forked"
             assert await asyncio.to_thread(child.hears) == "never_led"
         assert election.gate(role).require_leader() == token
+
+
+async def test_a_child_has_no_copy_of_the_socket_through_which_its_parent_leads(
+    ledger: str, role: str, hold: str
+) -> None:
+    """Else what it sends, or the end of its copy, could reach the server; and the server would not notice a death."""
+
+    def copies() -> str:
+        found = 0
+        for number in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):  # of the listing itself
+                found += os.path.samestat(os.fstat(int(number.name)), parents)
+        return str(found)
+
+    async with LeaderElection(ledger, role, **PATIENT) as election:
+        await opens(election, role)
+        assert election._run.engine is not None
+        session: Any = election._run.engine._board.open_ledger().session
+        parents = os.fstat(session._connection.fileno())
+        assert copies() != "0"
+        assert in_child(copies) == "0"
+        assert election.gate(role).is_leader

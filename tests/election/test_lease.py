@@ -21,9 +21,9 @@ from pgleaderlock.config import Config
 from pgleaderlock.dashboard import api
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.metrics import ElectionMetrics
-from pgleaderlock.migrate import advance_epoch
+from pgleaderlock.migrate import advance_epoch, migrate
 from support.counts import count, proof_asked
-from support.election_node import SendLog
+from support.election_node import SEND_GAP_S, SendLog
 from support.election_storm import LAZY, MIDDLE, POOLED_KINDS, QUICK, SLOW, Storm
 from support.elections import (
     HASTY,
@@ -44,6 +44,7 @@ from support.elections import (
 from support.pgbouncer import PoolMode
 from support.program import command
 from support.proxy import Proxy
+from support.storm_writers import INSERT, StormWriters, count_writes, judge_writes, write_by_fenced
 
 WAIT_S = 60.0
 StartProxy = Callable[[str], Awaitable[Proxy]]
@@ -368,6 +369,36 @@ async def test_a_look_that_the_server_refuses_is_told_and_not_taken_for_a_lost_a
             await until(lambda: "see the GRANTs" in str(election.last_error))
 
 
+async def test_looks_that_get_no_answer_are_told_once_though_the_heartbeats_do(
+    pooled: str, role: str, proxy_to: StartProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The node looks like a standby: without a word, nobody would know that it cannot take over."""
+    between = await proxy_to(pooled)
+    leader, standby = leased(pooled, role, "first", **HASTY), leased(between.dsn_for(pooled), role, "second", **HASTY)
+
+    def lose_the_answers_to_looks(chunk: bytes) -> None:
+        if b"reserved AS MATERIALIZED" in chunk:
+            looks.append(chunk)
+            between.drop_replies()
+        else:
+            between.heal()
+
+    looks: list[bytes] = []
+    async with running(leader):
+        await opens(leader, role)
+        async with running(standby):
+            between.overhear = lose_the_answers_to_looks
+            await until(lambda: "looks_unanswered" in caplog.text)
+            told = len(looks)
+            await until(lambda: len(looks) > told + 1)
+            assert caplog.text.count("looks_unanswered") == 1
+            assert "did not answer 'lease_look'" in str(standby.last_error)
+            between.overhear = None
+            between.heal()
+            await leader.shutdown()
+            await opens(standby, role)
+
+
 async def test_a_dsn_callable_that_fails_for_a_while_costs_no_term(
     pooled: str, superuser: str, role: str, proxy_to: StartProxy
 ) -> None:
@@ -470,30 +501,51 @@ if proof_asked():
     LEASED |= {name: {**settings, "hold": "lease"} for name, settings in (("lazy", LAZY), ("fifth", QUICK))}
 MIXED = {**LEASED, "middle": MIDDLE, "second": QUICK}
 ROLES = [f"role-{number}" for number in range(count(2, 50))]
+LASTING_S = count(0, 1800)
+WRITERS = 6
+# "Within T + 2 s", of which T is the longest in use. The machine's own lag comes on top, as a timer has measured it.
+LED_AGAIN_S = 2.0
 
 
 def stormy(
     server: EmbeddedPostgres, pgbouncer: StartPooler, folder: Path, settings: dict[str, dict[str, Any]]
 ) -> Storm:
     user = psycopg.conninfo.conninfo_to_dict(server.dsn)["user"]
-    pooled = pgbouncer(server.dsn, "transaction", default_pool_size="3", server_login_retry="1", admin_users=str(user))
-    return Storm(server, SendLog(folder / "sends"), settings, ROLES, pooled=pooled)
+    pool = {"default_pool_size": str(3 + WRITERS), "server_login_retry": "1", "admin_users": str(user)}
+    pooled = pgbouncer(server.dsn, "transaction", **pool)
+    # As many acts a second with fifty roles as with five: the judge keeps every one of them.
+    gap = {"send_gap_s": SEND_GAP_S * max(1.0, len(ROLES) / 5)}
+    nodes = {name: {**options, **gap} for name, options in settings.items()}
+    return Storm(server, SendLog(folder / "sends"), nodes, ROLES, pooled=pooled)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200 if proof_asked() else 600)
 @pytest.mark.parametrize("settings", [LEASED, MIXED], ids=["leases", "leases and sessions"])
 async def test_nobody_acts_after_a_newer_epoch_behind_a_pooler_in_transaction_mode(
     throwaway_postgres: StartServer, pgbouncer: StartPooler, tmp_path: Path, settings: dict[str, dict[str, Any]]
 ) -> None:
+    """Nor does a write under an older epoch commit after a newer one began; and calm brings every role back soon."""
     storm = stormy(throwaway_postgres(), pgbouncer, tmp_path, settings)
-    log = storm.log
+    log, writers = storm.log, StormWriters(storm, (write_by_fenced,), WRITERS)
+    await migrate(storm.server.dsn)
+    await count_writes(storm.server.dsn)
     async with storm.running():
-        await storm.faults(POOLED_KINDS, count(len(POOLED_KINDS), 240))
-        await storm.calm()
-        for name in set(settings) - {send.node for send in log.read()}:
-            await storm.lets_lead(name)
+        async with writers.writing():
+            await storm.faults(POOLED_KINDS, len(POOLED_KINDS), LASTING_S)
+            await storm.calm()
+            for name in set(settings) - {send.node for send in log.read()}:
+                await storm.lets_lead(name)
+            await until(lambda: writers.all_have_done_both, "each kind of writer writes and is refused")
         await storm.judge()
+        judged, led_again = await judge_writes(storm.server.dsn), storm.led_again()
+        longest, least_lag = max(led_again), max(led_again, key=lambda led: led.net_s)
+        print(f"{judged}; {writers.written}; {writers.refused}")  # noqa: T201
+        print(f"{len(storm.calms_ns)} calms; led again after {longest} at most; without lag, {least_lag}")  # noqa: T201
+        assert (judged.stale, judged.twice, judged.backwards) == (0, 0, 0), storm.about
+        assert judged.writes >= writers.written.total(), f"an acknowledged write is missing ({storm.about})"
+        bound_s = max(options["session_lease_s"] for options in settings.values()) + LED_AGAIN_S
+        assert [led for led in led_again if led.net_s > bound_s] == [], storm.about
         # Against an empty proof.
         sends_a_second, changes = storm.figures()
         assert sends_a_second > 50, storm.about
@@ -522,3 +574,19 @@ async def test_the_same_storm_catches_leases_that_do_not_wait_for_their_predeces
             if storm.log.violations():
                 return
     raise AssertionError("no violation was seen")
+
+
+async def test_the_judge_of_writes_sees_one_that_was_committed_after_a_newer_epoch_began(
+    postgres: EmbeddedPostgres, role: str
+) -> None:
+    with fresh_database(postgres.dsn, ledger=True) as dsn:
+        await count_writes(dsn)
+        async with running(election := leased(dsn, role)):
+            before = await opens(election, role)
+            with admin(dsn) as conn:
+                conn.execute(INSERT, (role, before.epoch))
+                await election.step_down(role)
+                await until(lambda: leader_row(dsn, role)["epoch"] > before.epoch)
+                assert (await judge_writes(dsn))[:3] == (1, 2, 0)
+                conn.execute(INSERT, (role, before.epoch))
+                assert (await judge_writes(dsn))[:3] == (2, 2, 1)

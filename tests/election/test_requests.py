@@ -10,6 +10,7 @@ import pytest
 
 from pgleaderlock import LeaderElection, LockState
 from pgleaderlock._election.ledger import Beat, Ledger, Settled
+from pgleaderlock._pg.lease import LeaseSession
 from pgleaderlock._pg.session import DedicatedSession
 from support.elections import (
     HASTY,
@@ -19,7 +20,9 @@ from support.elections import (
     admin,
     bounded,
     end_leader,
+    end_session,
     holding,
+    last_session,
     ledger_dsns,
     one,
     opens,
@@ -32,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("hold")
 # A node that does not listen and looks seldom: whoever listens would win before it, if nobody held back.
 LAST_BEAT = (
     "SELECT min(beat) AS beat FROM pgleaderlock.sessions s WHERE namespace = %s AND ended_at IS NULL"
-    " AND EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid))"
+    " AND (hold = 'lease' OR EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid)))"
 )
 SLOW = {**PATIENT, "acquire_delay_s": (0.4, 0.5), "listen_channel": None}
 
@@ -147,11 +150,21 @@ async def test_the_named_node_leads_next_though_others_are_quicker(
         await until(lambda: gives.state(role) is LockState.FOLLOWER)  # it hears of its own release a moment later
 
 
-@pytest.mark.parametrize("why", ["unknown", "no candidate", "drained", "gone", "killed"])
-@pytest.mark.of_sessions
+@pytest.mark.parametrize("why", ["unknown", "no candidate", "drained", "gone"])
 async def test_a_node_that_cannot_take_over_is_refused_and_nothing_is_given_up(
     node: Callable[..., LeaderElection], hand: Hand, name: str, why: str
 ) -> None:
+    await refused_because(why, node, hand, name)
+
+
+@pytest.mark.of_sessions
+async def test_a_node_that_was_killed_is_refused_at_once_and_nothing_is_given_up(
+    node: Callable[..., LeaderElection], hand: Hand, name: str
+) -> None:
+    await refused_because("killed", node, hand, name)
+
+
+async def refused_because(why: str, node: Callable[..., LeaderElection], hand: Hand, name: str) -> None:
     role = f"{name}-role"
     async with node("leads") as leads:
         await opens(leads, role)
@@ -176,25 +189,39 @@ async def test_a_node_that_cannot_take_over_is_refused_and_nothing_is_given_up(
         await named.shutdown()
 
 
-@pytest.mark.of_sessions
 async def test_a_named_node_that_does_not_compete_keeps_the_role_free_for_a_moment_only(
-    node: Callable[..., LeaderElection], hand: Hand, name: str
+    node: Callable[..., LeaderElection], hand: Hand, name: str, hold: str
 ) -> None:
-    """It is alive and a candidate, but for another role: no table says that. Everybody's own next look is far away."""
+    """It is alive and a candidate, but for another role: no table says that.
+
+    Everybody's own next look is far away, unless it is a lease, which has nothing else to go by.
+    """
     role, far = f"{name}-role", {"acquire_delay_s": (500.0, 550.0)}
+    looks = far if hold == "session" else {"acquire_delay_s": (0.4, 0.5)}
     async with node("gives", **far) as gives, node("named", f"{name}-other"):
         await opens(gives, role)
-        async with node("waits", **far) as waits:
+        async with node("waits", **looks) as waits:
             await until(lambda: waits.leader(role) is not None)
             asked = hand.step_down(role, "named")
             await opens(waits, role)
             assert await hand.settled(asked) == ("done", "waits leads it, and not named")
 
 
-@pytest.mark.parametrize("balance", [False, True])
-@pytest.mark.of_sessions
 async def test_a_role_that_was_left_to_somebody_in_the_future_is_nobodys(
-    node: Callable[..., LeaderElection], superuser: str, name: str, balance: bool
+    node: Callable[..., LeaderElection], superuser: str, name: str
+) -> None:
+    await left_to_somebody_in_the_future(node, superuser, name, balance=False)
+
+
+@pytest.mark.of_sessions
+async def test_a_role_that_was_left_to_somebody_in_the_future_is_nobodys_for_those_who_balance(
+    node: Callable[..., LeaderElection], superuser: str, name: str
+) -> None:
+    await left_to_somebody_in_the_future(node, superuser, name, balance=True)
+
+
+async def left_to_somebody_in_the_future(
+    node: Callable[..., LeaderElection], superuser: str, name: str, *, balance: bool
 ) -> None:
     """The database's clock was set back: for an hour nobody would lead."""
     role = f"{name}-role"
@@ -209,22 +236,29 @@ async def test_a_role_that_was_left_to_somebody_in_the_future_is_nobodys(
 
 
 @pytest.mark.parametrize("asked", ["step_down", "step_down to nobody", "resume"])
-@pytest.mark.of_sessions
 async def test_many_requests_at_once_are_settled_in_few_statements(
-    node: Callable[..., LeaderElection], superuser: str, name: str, asked: str, monkeypatch: pytest.MonkeyPatch
+    node: Callable[..., LeaderElection],
+    superuser: str,
+    name: str,
+    asked: str,
+    *,
+    hold: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A heartbeat waits behind each of them."""
-    real, settling = DedicatedSession._execute, list[str]()
+    session, sends = (DedicatedSession, "_execute") if hold == "session" else (LeaseSession, "_once")
+    real, settling = getattr(session, sends), list[str]()
 
-    async def execute(self: DedicatedSession, statement: str, *args: Any) -> list[Any]:
+    async def execute(self: object, statement: str, *args: Any) -> list[Any]:
         if "settle" in statement or "finish" in statement:
             settling.append(statement)
-        return await real(self, statement, *args)
+        answer: list[Any] = await real(self, statement, *args)
+        return answer
 
     roles = [f"{name}-{number:02}" for number in range(40)]
     async with node("leads", roles) as leads:
         await until(lambda: all(leads.gate(role).is_leader for role in roles))
-        monkeypatch.setattr(DedicatedSession, "_execute", execute)
+        monkeypatch.setattr(session, sends, execute)
         with admin(superuser) as conn:
             query = {
                 "step_down": "SELECT pgleaderlock.request_step_down(role, %(n)s, NULL, 'pgleaderlock')",
@@ -260,7 +294,6 @@ async def test_what_was_asked_of_a_term_that_was_lost_is_not_asked_of_the_next(
         assert leads.state(role) is LockState.LEADER
 
 
-@pytest.mark.of_sessions
 async def test_a_step_down_is_obeyed_by_one_term_though_nobody_can_write_down_that_it_is_done(
     node: Callable[..., LeaderElection], superuser: str, hand: Hand, name: str
 ) -> None:
@@ -285,7 +318,6 @@ async def test_a_step_down_is_obeyed_by_one_term_though_nobody_can_write_down_th
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-@pytest.mark.of_sessions
 async def test_a_node_that_is_asked_to_drain_gives_up_everything_and_stays_so_over_a_reconnect(
     node: Callable[..., LeaderElection], hand: Hand, superuser: str, name: str, threaded: bool
 ) -> None:
@@ -302,8 +334,8 @@ async def test_a_node_that_is_asked_to_drain_gives_up_everything_and_stays_so_ov
             assert await hand.settled(asked) == ("done", "clean")
             before = hand.session("drained")
             assert before["draining"]
-            one(superuser, "SELECT pg_terminate_backend(%s)", before["backend_pid"])
-            await until(lambda: hand.session("drained")["session_id"] > before["session_id"])
+            end_session(superuser, before["session_id"])
+            await until(lambda: last_session(superuser, "drained", name) > before["session_id"])
             assert hand.session("drained")["draining"]
             assert [drained.drained(role) for role in roles] == [True] * 3
         resumed = hand.resume("drained")
@@ -371,19 +403,20 @@ async def test_a_drain_that_the_application_resumes_before_its_end_is_refused(
         await opens(busy, role)
 
 
-@pytest.mark.of_sessions
 async def test_a_drain_that_an_earlier_session_was_asked_for_is_obeyed_by_the_next_and_stays(
-    node: Callable[..., LeaderElection], hand: Hand, superuser: str, name: str
+    node: Callable[..., LeaderElection], hand: Hand, superuser: str, name: str, hold: str
 ) -> None:
     """It had no chance to read it: it beats when it is told to. The new session's record does not say drained."""
     role = f"{name}-role"
     async with node("deaf", heartbeat_interval_s=400.0, listen_channel=None) as deaf:
         await opens(deaf, role)
         asked, before = hand.drain("deaf"), hand.session("deaf")
-        one(superuser, "SELECT pg_terminate_backend(%s)", before["backend_pid"])
-        await until(lambda: hand.session("deaf")["session_id"] > before["session_id"])
         engine = deaf._run.engine
         assert engine is not None
+        end_session(superuser, before["session_id"])
+        if hold == "lease":  # which learns of its end when it says something
+            engine.wake("requested")
+        await until(lambda: last_session(superuser, "deaf", name) > before["session_id"])
 
         def recorded() -> bool:
             engine.wake("requested")
@@ -394,7 +427,6 @@ async def test_a_drain_that_an_earlier_session_was_asked_for_is_obeyed_by_the_ne
         assert deaf.drained(role)
 
 
-@pytest.mark.of_sessions
 async def test_what_a_process_was_asked_is_not_for_the_one_that_follows_it(
     node: Callable[..., LeaderElection], hand: Hand, name: str
 ) -> None:
@@ -417,7 +449,6 @@ async def test_what_a_process_was_asked_is_not_for_the_one_that_follows_it(
         assert hand.outcome(asked) == (None, None)
 
 
-@pytest.mark.of_sessions
 async def test_a_node_of_several_sessions_is_drained_when_the_last_of_them_is(
     node: Callable[..., LeaderElection], hand: Hand, superuser: str, name: str
 ) -> None:
@@ -434,19 +465,22 @@ async def test_a_node_of_several_sessions_is_drained_when_the_last_of_them_is(
         assert await hand.settled(asked) == ("done", "clean")
 
 
-@pytest.mark.of_sessions
 async def test_what_the_application_resumes_is_not_drained_again_by_a_request_that_is_still_open(
-    node: Callable[..., LeaderElection], hand: Hand, name: str, monkeypatch: pytest.MonkeyPatch
+    node: Callable[..., LeaderElection],
+    hand: Hand,
+    name: str,
+    ledger_kind: type[Ledger],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The drain of another session of this node goes on; this one's has ended, and it has said so in vain."""
-    real, said = Ledger.settle_requests, asyncio.Event()
+    real, said = ledger_kind.settle_requests, asyncio.Event()
 
     async def settle_requests(self: Ledger, settled: Sequence[Settled]) -> None:
         await real(self, settled)
         if settled:
             said.set()
 
-    monkeypatch.setattr(Ledger, "settle_requests", settle_requests)
+    monkeypatch.setattr(ledger_kind, "settle_requests", settle_requests)
     async with node("host", f"{name}-a", **STEADY) as idle, node("host", f"{name}-b", **STEADY) as busy:
         await opens(idle, f"{name}-a")
         await opens(busy, f"{name}-b")
@@ -462,13 +496,18 @@ async def test_what_the_application_resumes_is_not_drained_again_by_a_request_th
         assert (await hand.settled(asked))[0] == "refused"
 
 
-@pytest.mark.of_sessions
 async def test_an_answer_that_was_on_its_way_does_not_undo_what_the_application_has_decided(
-    node: Callable[..., LeaderElection], node_dsn: str, hand: Hand, name: str, monkeypatch: pytest.MonkeyPatch
+    node: Callable[..., LeaderElection],
+    node_dsn: str,
+    hand: Hand,
+    name: str,
+    *,
+    ledger_kind: type[Ledger],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A heartbeat's answer says that the node is not drained; it left the server before the drain was asked for."""
     role = f"{name}-role"
-    real, on_its_way, go_on = Ledger.beat, asyncio.Event(), asyncio.Event()
+    real, on_its_way, go_on = ledger_kind.beat, asyncio.Event(), asyncio.Event()
 
     async def beat(self: Ledger, *args: Any) -> Beat:
         answer = await real(self, *args)
@@ -478,7 +517,7 @@ async def test_an_answer_that_was_on_its_way_does_not_undo_what_the_application_
 
     async with node("decides", **STEADY) as election:
         await opens(election, role)
-        monkeypatch.setattr(Ledger, "beat", beat)
+        monkeypatch.setattr(ledger_kind, "beat", beat)
         await bounded(on_its_way.wait())
         draining = asyncio.ensure_future(election.drain())
         await until(lambda: election.drained(role))
@@ -512,7 +551,6 @@ async def test_each_request_wakes_its_node_at_once(node: Callable[..., LeaderEle
         await story.heard("on_released", role, times=2)
 
 
-@pytest.mark.of_sessions
 async def test_a_request_that_wakes_nobody_is_obeyed_at_the_next_heartbeat(
     node: Callable[..., LeaderElection], node_dsn: str, name: str
 ) -> None:
@@ -526,7 +564,6 @@ async def test_a_request_that_wakes_nobody_is_obeyed_at_the_next_heartbeat(
         await story.heard("on_released", role)
 
 
-@pytest.mark.of_sessions
 async def test_what_the_application_has_drained_by_name_is_not_resumed_by_an_operator(
     node: Callable[..., LeaderElection], hand: Hand, name: str
 ) -> None:
@@ -564,7 +601,6 @@ async def test_what_an_operator_drains_while_the_application_resumes_everything_
         await opens(election, role)
 
 
-@pytest.mark.of_sessions
 async def test_of_a_drained_node_one_role_can_be_resumed_and_the_others_stay(
     node: Callable[..., LeaderElection], name: str
 ) -> None:
@@ -577,7 +613,6 @@ async def test_of_a_drained_node_one_role_can_be_resumed_and_the_others_stay(
         assert [election.drained(role) for role in roles] == [False, True]
 
 
-@pytest.mark.of_sessions
 async def test_a_request_in_a_transaction_that_stays_open_costs_no_heartbeat(
     node: Callable[..., LeaderElection], superuser: str, name: str
 ) -> None:
@@ -601,7 +636,6 @@ async def test_a_request_in_a_transaction_that_stays_open_costs_no_heartbeat(
         assert election.gate(roles[1]).current_epoch == 1
 
 
-@pytest.mark.of_sessions
 async def test_a_request_that_is_five_minutes_old_is_expired_and_not_obeyed(
     node: Callable[..., LeaderElection], hand: Hand, superuser: str, name: str
 ) -> None:

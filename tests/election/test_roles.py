@@ -327,12 +327,11 @@ async def test_a_removal_that_is_cancelled_at_any_turn_leaves_all_or_nothing(
         assert election.gate(f"{role}-stays").is_leader
 
 
-@pytest.mark.of_sessions
 async def test_a_role_whose_lock_may_be_granted_any_moment_is_not_forgotten(
-    node_dsn: str, role: str, monkeypatch: pytest.MonkeyPatch
+    node_dsn: str, role: str, ledger_kind: type[Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer that grants it is on its way: forgotten now, its lock would be held by nobody's will."""
-    real, granted, go_on = Ledger.try_and_look, asyncio.Event(), asyncio.Event()
+    real, granted, go_on = ledger_kind.try_and_look, asyncio.Event(), asyncio.Event()
 
     async def try_and_look(self: Ledger, *args: Any, **options: Any) -> list[Look]:
         answer = await real(self, *args, **options)
@@ -340,7 +339,7 @@ async def test_a_role_whose_lock_may_be_granted_any_moment_is_not_forgotten(
         await go_on.wait()
         return answer
 
-    monkeypatch.setattr(Ledger, "try_and_look", try_and_look)
+    monkeypatch.setattr(ledger_kind, "try_and_look", try_and_look)
     async with LeaderElection(node_dsn, role, **STEADY) as election:
         await bounded(granted.wait())
         assert election._run.engine is not None

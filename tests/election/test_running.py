@@ -28,6 +28,7 @@ from pgleaderlock import (
     ShutdownError,
     key_pair,
 )
+from pgleaderlock._election.ledger import LEASES_SINCE
 from pgleaderlock.errors import ConnectionError
 from pgleaderlock.migrate import LEDGER_VERSION, migrate
 from support.counts import count
@@ -336,10 +337,9 @@ async def test_without_a_ledger_start_says_migrate_and_leaves_nothing(dsn: str) 
         ("DELETE FROM pgleaderlock.schema_version", "pgleaderlock migrate"),
         ("UPDATE pgleaderlock.schema_version SET version = version - 2", "pgleaderlock migrate"),
         ("INSERT INTO pgleaderlock.schema_version SELECT max(version) + 2 FROM pgleaderlock.schema_version", "upgrade"),
-        ("DROP FUNCTION pgleaderlock.open_session", "pgleaderlock migrate"),
+        ("DROP FUNCTION pgleaderlock.open_session, pgleaderlock.lease_open", "pgleaderlock migrate"),
     ],
 )
-@pytest.mark.of_sessions
 async def test_a_ledger_that_does_not_fit_is_refused_with_the_remedy(dsn: str, sql: str, remedy: str) -> None:
     with fresh_database(dsn, ledger=True) as own:
         with admin(own) as conn:
@@ -349,10 +349,11 @@ async def test_a_ledger_that_does_not_fit_is_refused_with_the_remedy(dsn: str, s
         assert one(own, "SELECT count(*) AS n FROM pgleaderlock.sessions")["n"] == 0
 
 
-@pytest.mark.of_sessions
-async def test_a_ledger_one_version_newer_or_older_serves(dsn: str) -> None:
+async def test_a_ledger_one_version_newer_or_older_serves(dsn: str, hold: str) -> None:
+    """As far as it knows leases, where one is needed."""
+    since = LEASES_SINCE if hold == "lease" else 0
     with fresh_database(dsn, ledger=True) as own:
-        for version in (LEDGER_VERSION + 1, LEDGER_VERSION - 1):
+        for version in (version for version in (LEDGER_VERSION + 1, LEDGER_VERSION - 1) if version >= since):
             with admin(own) as conn:
                 conn.execute("DELETE FROM pgleaderlock.schema_version")
                 conn.execute("INSERT INTO pgleaderlock.schema_version (version) VALUES (%s)", (version,))
@@ -544,7 +545,6 @@ def silent_leader(node_dsn: str, role: str) -> Iterator[SilentLeader]:
     silent.conn.close()
 
 
-@pytest.mark.of_sessions
 async def test_a_session_silent_for_twice_its_lease_is_ended_and_noted(
     node_dsn: str, superuser: str, role: str, silent_leader: SilentLeader
 ) -> None:

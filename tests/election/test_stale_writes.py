@@ -9,8 +9,7 @@ run with a fence that was broken on purpose, and must see it: else its silence w
 import asyncio
 import contextlib
 import random
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from psycopg import IsolationLevel
 
 from conftest import StartServer
 from pgleaderlock.embedded import EmbeddedPostgres
-from pgleaderlock.errors import ConnectionError, StaleEpoch
-from pgleaderlock.fence import fenced, meaning
+from pgleaderlock.errors import StaleEpoch
+from pgleaderlock.fence import fenced
 from pgleaderlock.migrate import migrate
 from pgleaderlock.models import LeaderToken
 from support.commit_order import WRITES_TABLE, CommitOrder
@@ -31,15 +30,14 @@ from support.election_node import SendLog
 from support.election_storm import MIDDLE, QUICK, SLOW, Storm
 from support.elections import until
 from support.fencing import Leader, ledger_database, take_out
+from support.storm_writers import INSERT, LEVELS, StormWriters, write_after_a_look, write_by_fenced, write_by_sql
 
-LEVELS = [IsolationLevel.READ_COMMITTED, IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
 WRITERS = 6
 # How long a writer dawdles between its fence and its commit, and a bump before its own: others shall come between.
 DAWDLE_S = 0.002
 # A term lasts until enough has been written in it, or for this long: all writers may be waiting for its end.
 TERM_S = 0.05
 
-_INSERT = "INSERT INTO writes (role, epoch) VALUES (%s, %s)"
 _OLDER = "SELECT count(*) FROM writes WHERE epoch < %s"
 
 
@@ -158,7 +156,7 @@ class Harness:
                     await bumped.wait()
                 known_stale = token.epoch < self.tokens[-1].epoch
                 async with fenced(conn, token):
-                    await conn.execute(_INSERT, (token.role, token.epoch))
+                    await conn.execute(INSERT, (token.role, token.epoch))
                     await asyncio.sleep(DAWDLE_S)
         except StaleEpoch:
             if known_stale:
@@ -212,97 +210,7 @@ async def test_the_harness_sees_a_fence_that_is_broken(
 
 # --- Real elections under faults, judged by the write-ahead log
 
-STORM_WRITERS = 16
 STORM_KINDS = ("kill", "drain", "step_down", "terminate", "deaf", "pause", "cut", "restart")
-# How long a writer keeps its transaction open: most of them, and every fourth pair. Others shall come between.
-SHORT_S, LONG_S = (0.0, 0.01), (0.05, 0.2)
-RECONNECT_S = 0.05
-
-_TOKEN = """
-SELECT l.role, l.epoch, s.holder_identity, l.namespace
-FROM pgleaderlock.leaders l JOIN pgleaderlock.sessions s USING (session_id) WHERE l.role = %s
-"""
-
-Write = Callable[[psycopg.AsyncConnection[Any], LeaderToken, float], Awaitable[None]]
-
-
-async def write_by_fenced(conn: psycopg.AsyncConnection[Any], token: LeaderToken, dawdle_s: float) -> None:
-    async with fenced(conn, token):
-        await conn.execute(_INSERT, (token.role, token.epoch))
-        await asyncio.sleep(dawdle_s)
-
-
-async def write_by_sql(conn: psycopg.AsyncConnection[Any], token: LeaderToken, dawdle_s: float) -> None:
-    async with conn.transaction():
-        await conn.execute("SELECT pgleaderlock.fence(%s, %s)", (token.role, token.epoch))
-        await conn.execute(_INSERT, (token.role, token.epoch))
-        await asyncio.sleep(dawdle_s)
-
-
-async def write_after_a_look(conn: psycopg.AsyncConnection[Any], token: LeaderToken, dawdle_s: float) -> None:
-    """What looks like a fence and is none."""
-    async with conn.transaction():
-        row = await (await conn.execute(_TOKEN, (token.role,))).fetchone()
-        if row is None or row[1] != token.epoch:
-            raise StaleEpoch(f"epoch {token.epoch} is over")
-        await conn.execute(_INSERT, (token.role, token.epoch))
-        await asyncio.sleep(dawdle_s)
-
-
-class StormWriters:
-    """They look into the ledger for a token and write under it, until long after it is over; no gate stops them."""
-
-    def __init__(self, storm: Storm, ways: tuple[Write, ...]) -> None:
-        self._storm, self._ways, self._over = storm, ways, False
-        self.written: Counter[tuple[str, str]] = Counter()
-        """Acknowledged, by level of isolation and way of writing."""
-        self.refused: Counter[tuple[str, str]] = Counter()
-
-    @contextlib.asynccontextmanager
-    async def writing(self) -> AsyncIterator[None]:
-        async with asyncio.TaskGroup() as group:
-            for number in range(STORM_WRITERS):
-                group.create_task(self._write(number))
-            yield
-            self._over = True  # and each ends its last transaction
-
-    @property
-    def all_have_done_both(self) -> bool:
-        """Each kind of writer has written, and was refused."""
-        kinds = len(LEVELS) * len(self._ways)
-        return len(self.written) == len(self.refused) == kinds
-
-    async def _write(self, number: int) -> None:
-        """One writer; it connects again whenever a fault has taken its connection."""
-        rng = random.Random(self._storm.seed + number)
-        while not self._over:
-            with contextlib.suppress(psycopg.OperationalError, ConnectionError):
-                async with await psycopg.AsyncConnection.connect(self._storm.server.dsn, autocommit=True) as conn:
-                    await self._write_on(conn, number, rng)
-            await asyncio.sleep(RECONNECT_S)
-
-    async def _write_on(self, conn: psycopg.AsyncConnection[Any], number: int, rng: random.Random) -> None:
-        level, way = LEVELS[number % len(LEVELS)], self._ways[number % len(self._ways)]
-        dawdle_s = LONG_S if number // 2 % 4 == 0 else SHORT_S
-        await conn.set_isolation_level(level)
-        tokens: dict[str, LeaderToken] = {}
-        while not self._over:
-            role = rng.choice(self._storm.roles)
-            if role not in tokens or rng.random() < 0.2:
-                row = await (await conn.execute(_TOKEN, (role,))).fetchone()
-                assert row is not None
-                tokens[role] = LeaderToken(*row)
-            await asyncio.sleep(rng.uniform(*SHORT_S))
-            try:
-                async with conn.transaction() if rng.random() < 0.5 else contextlib.nullcontext():
-                    await conn.execute("SELECT 1")  # where a transaction is open, its snapshot is older than the fence
-                    await way(conn, tokens[role], rng.uniform(*dawdle_s))
-            except (StaleEpoch, psycopg.Error) as error:
-                if not isinstance(error, StaleEpoch) and not isinstance(meaning(error, tokens[role]), StaleEpoch):
-                    raise
-                self.refused[level.name, way.__name__] += 1
-            else:
-                self.written[level.name, way.__name__] += 1
 
 
 async def storm_of_writers(server: EmbeddedPostgres, folder: Path) -> tuple[Storm, CommitOrder]:
@@ -365,9 +273,9 @@ def test_a_crash_of_the_server_makes_the_judge_neither_miss_nor_repeat_a_commit(
     _, order = asyncio.run(storm_of_writers(server, tmp_path))
     with psycopg.connect(server.dsn, autocommit=True) as conn, Leader(server.dsn, "mail") as leader:
         epoch = leader.win().epoch
-        conn.execute(_INSERT, ("mail", epoch))
+        conn.execute(INSERT, ("mail", epoch))
         asyncio.run(order.read())
-        conn.execute(_INSERT, ("mail", epoch - 1))
+        conn.execute(INSERT, ("mail", epoch - 1))
     server.restart("immediate")
     asyncio.run(order.read())
     assert (order.changes, order.writes, len(order.violations)) == (1, 2, 1)

@@ -149,3 +149,12 @@ async def test_delay_holds_each_answer_back(proxy: Proxy, dsn: str) -> None:
         assert await _answers(connection)
         assert asyncio.get_running_loop().time() - begin >= 0.1
         proxy.heal()
+
+
+async def test_new_connections_are_led_to_another_server_and_existing_ones_stay(proxy: Proxy, dsn: str) -> None:
+    async with Proxy.to(dsn) as other, await _connect(proxy, dsn) as before:
+        proxy.lead_to(other.dsn_for(dsn))
+        async with await _connect(proxy, dsn) as after:
+            assert await _answers(before)
+            assert await _answers(after)
+            assert (proxy.accepted, other.accepted) == (2, 1)

@@ -12,6 +12,7 @@ import pytest
 import conftest
 from conftest import StartPooler
 from support.counts import count
+from support.election_storm import Lag
 from support.pgbouncer import PoolMode
 from support.preloaded import Parent
 from support.program import PATIENCE_S, attended, environment
@@ -106,3 +107,12 @@ def test_a_session_and_its_lock_left_behind_are_found(dsn: str) -> None:
         assert "forgotten" in left
         assert "advisory lock 1/2" in left
         assert wait_until_nothing_left(dsn, timeout_s=0.05)
+
+
+def test_of_a_late_wake_only_what_lies_within_the_time_that_is_asked_for_is_lag() -> None:
+    lag = Lag()
+    for due_s, woke_s in ((1, 1), (2, 5), (6, 7), (8, 20)):
+        lag.slept(due_s * 10**9, woke_s * 10**9)
+    assert lag.between_s(0, 30 * 10**9) == 16
+    assert lag.between_s(3 * 10**9, 10 * 10**9) == 2 + 1 + 2
+    assert lag.between_s(5 * 10**9, 6 * 10**9) == 0

@@ -20,14 +20,14 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pgleaderlock import LeaderElection, LeaderToken, NotLeader
 from pgleaderlock.probes import ProbeServer
 
-__all__ = ["WAIT_S", "ElectionNode", "Send", "SendLog", "election_node"]
+__all__ = ["SEND_GAP_S", "WAIT_S", "ElectionNode", "Send", "SendLog", "boot_ns", "election_node"]
 
 # A bound against hanging, never a measure.
 WAIT_S = 30.0
@@ -35,7 +35,8 @@ POLL_S = 0.02
 SEND_GAP_S = 0.002
 
 
-def _now_ns() -> int:
+def boot_ns() -> int:
+    """The clock of all acts."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -170,6 +171,13 @@ class SendLog:
                 self.sends.append(Send(role, int(epoch), node, holder, int(before), int(after)))
         return self.sends
 
+    def by_role(self) -> dict[str, list[Send]]:
+        """Everything so far, role by role."""
+        found: dict[str, list[Send]] = defaultdict(list)
+        for send in self.read():
+            found[send.role].append(send)
+        return dict(found)
+
     async def until(self, condition: Callable[[Send], bool], timeout_s: float = WAIT_S) -> Send:
         """The first send from now on for which the condition holds. Nothing announces a line in a file."""
         seen = len(self.read())
@@ -187,11 +195,11 @@ class SendLog:
 
     def epochs(self, role: str) -> dict[int, set[str]]:
         """Which holders have acted under which epoch of a role."""
-        found: dict[int, set[str]] = defaultdict(set)
-        for send in self.read():
-            if send.role == role:
-                found[send.epoch].add(send.holder)
-        return dict(found)
+        return _epochs(send for send in self.read() if send.role == role)
+
+    def epochs_of_all(self) -> dict[str, dict[int, set[str]]]:
+        """The same for all roles, in one pass."""
+        return {role: _epochs(sends) for role, sends in self.by_role().items()}
 
     def changes(self, role: str) -> int:
         """How often another node than before acted for a role."""
@@ -213,9 +221,9 @@ class SendLog:
         What the node `without` has done counts for nothing.
         """
         found = []
-        for role in {send.role for send in self.read()}:
+        for sends in self.by_role().values():
             first: dict[int, Send] = {}
-            acts = [send for send in self.sends if send.role == role and send.node != without]
+            acts = [send for send in sends if send.node != without]
             for send in acts:
                 if send.epoch not in first or send.after_ns < first[send.epoch].after_ns:
                     first[send.epoch] = send
@@ -234,6 +242,13 @@ class SendLog:
         return found
 
 
+def _epochs(sends: Iterable[Send]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = defaultdict(set)
+    for send in sends:
+        found[send.epoch].add(send.holder)
+    return dict(found)
+
+
 # --- The node
 
 
@@ -244,9 +259,9 @@ def _say(what: str, **fields: Any) -> None:
 class _Acting(threading.Thread):
     """Asks the gates without end, whatever the event loop does, and writes down each time it may act."""
 
-    def __init__(self, election: LeaderElection, name: str, sends: str) -> None:
+    def __init__(self, election: LeaderElection, name: str, sends: str, gap_s: float) -> None:
         super().__init__(daemon=True)
-        self._election, self._node = election, name
+        self._election, self._node, self._gap_s = election, name, gap_s
         self._file = os.open(sends, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def run(self) -> None:
@@ -255,17 +270,17 @@ class _Acting(threading.Thread):
         while True:
             turn += 1
             for role, gate in gates:
-                before = _now_ns()
+                before = boot_ns()
                 try:
                     token = gate.require_leader()
                     if turn % 2:
                         gate.ensure_epoch(token.epoch)
                 except NotLeader:
                     continue
-                after = _now_ns()
+                after = boot_ns()
                 line = f"{role} {token.epoch} {self._node} {token.holder_identity} {before} {after}\n"
                 os.write(self._file, line.encode())
-            time.sleep(SEND_GAP_S)
+            time.sleep(self._gap_s)
 
 
 def _answer(election: LeaderElection, role: str) -> dict[str, Any]:
@@ -332,15 +347,16 @@ def _resident_kb() -> int:
 
 async def _tell_changes(election: LeaderElection) -> None:
     async for change in election.changes():
-        _say("change", role=change.role, is_leader=change.is_leader, epoch=change.epoch, at_ns=_now_ns())
+        _say("change", role=change.role, is_leader=change.is_leader, epoch=change.epoch, at_ns=boot_ns())
 
 
 async def _main(name: str, roles: list[str], dsn: str, sends: str, options: dict[str, Any]) -> None:
     acts, held, probed = options.pop("acts", True), options.pop("held", False), options.pop("probed", False)
+    gap_s = options.pop("send_gap_s", SEND_GAP_S)
     if "acquire_delay_s" in options:
         options["acquire_delay_s"] = tuple(options["acquire_delay_s"])
     election = LeaderElection(dsn, roles, node_id=name, **options)
-    election.on_acquired(lambda role: _say("acquired", role=role, at_ns=_now_ns()))
+    election.on_acquired(lambda role: _say("acquired", role=role, at_ns=boot_ns()))
     election.on_lost(lambda role: _say("lost", role=role))
     words: asyncio.StreamReader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(words), sys.stdin)
@@ -359,7 +375,7 @@ async def _main(name: str, roles: list[str], dsn: str, sends: str, options: dict
             _say("probed", port=probes.port)
         _say("started")
         if acts:
-            _Acting(election, name, sends).start()
+            _Acting(election, name, sends, gap_s).start()
         while (line := await words.readline()) and await _obey(election, line.decode().split()):
             pass
     telling.cancel()

@@ -1,12 +1,14 @@
 """A storm of faults over an election: three node processes, each behind a proxy of its own, and what can go wrong.
 
 Everything is drawn from a seed; what came of it is judged by the tests. Imports psycopg, `pgleaderlock.embedded`,
-`pgleaderlock.migrate`, `proxy`, `election_node` and the standard library.
+`pgleaderlock.migrate`, `servers`, `proxy`, `pgbouncer`, `election_node` and the standard library.
 """
 
 import asyncio
+import bisect
 import contextlib
 import functools
+import itertools
 import os
 import random
 import shutil
@@ -15,7 +17,7 @@ import tempfile
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg.conninfo import make_conninfo
@@ -23,10 +25,22 @@ from psycopg.conninfo import make_conninfo
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.migrate import migrate
 from support import pgbouncer
-from support.election_node import POLL_S, WAIT_S, ElectionNode, SendLog, start_node
+from support.election_node import POLL_S, WAIT_S, ElectionNode, SendLog, boot_ns, start_node
 from support.proxy import Proxy
+from support.servers import replica_of
 
-__all__ = ["KINDS", "LAZY", "MIDDLE", "POOLED_KINDS", "QUICK", "SETTLING_KINDS", "SLOW", "Storm", "end_sessions_of"]
+__all__ = [
+    "KINDS",
+    "LAZY",
+    "MIDDLE",
+    "POOLED_KINDS",
+    "QUICK",
+    "SETTLING_KINDS",
+    "SLOW",
+    "LedAgain",
+    "Storm",
+    "end_sessions_of",
+]
 
 # G, T and intervals that differ from node to node, all of them short.
 QUICK: dict[str, Any] = {
@@ -58,6 +72,44 @@ LAZY: dict[str, Any] = {
 ECHOES = 20
 # How often a calm is looked at; each look finds many more sends than one.
 SENDS_WHEN_CALM = 5
+# How often the machine is asked how late it is.
+LAG_TICK_S = 0.01
+
+
+class Lag:
+    """How late this machine is: a timer that does nothing else, on the loop that forwards every message of a node."""
+
+    def __init__(self) -> None:
+        self._due_ns: list[int] = []
+        self._woke_ns: list[int] = []
+
+    async def run(self) -> None:
+        while True:
+            due = boot_ns() + int(LAG_TICK_S * 1e9)
+            await asyncio.sleep(LAG_TICK_S)
+            self.slept(due, boot_ns())
+
+    def slept(self, due_ns: int, woke_ns: int) -> None:
+        self._due_ns.append(due_ns)
+        self._woke_ns.append(woke_ns)
+
+    def between_s(self, begin_ns: int, end_ns: int) -> float:
+        """For how much of this time the timer should have been awake, and was not."""
+        first, last = bisect.bisect_right(self._woke_ns, begin_ns), bisect.bisect_left(self._due_ns, end_ns)
+        late = zip(self._due_ns[first:last], self._woke_ns[first:last], strict=True)
+        return sum(max(0, min(woke, end_ns) - max(due, begin_ns)) for due, woke in late) / 1e9
+
+
+class LedAgain(NamedTuple):
+    """How long a role was not acted for after a calm began, and how late the machine was in that time."""
+
+    after_s: float
+    lag_s: float
+    role: str
+
+    @property
+    def net_s(self) -> float:
+        return self.after_s - self.lag_s
 
 
 class Storm:
@@ -72,7 +124,7 @@ class Storm:
         pooled: str | None = None,
     ) -> None:
         self.server, self.log, self.roles = server, log, roles
-        self._pooled = pooled
+        self.pooled = pooled
         """The way through PgBouncer, which nodes go that hold by a lease."""
         self.seed = int(os.environ.get("PGLEADERLOCK_SEED") or random.SystemRandom().randrange(2**32))
         """A new one each time, unless one is to be tried again."""
@@ -86,6 +138,14 @@ class Storm:
         """How often a fault of several steps struck the slowest node and came to its last step."""
         self.echoes: Counter[str] = Counter()
         """What became of the messages of leases that were sent once more."""
+        self.promoted: Counter[bool] = Counter()
+        """How often a standby was promoted, and whether the old server went on meanwhile."""
+        self.calms_ns: list[int] = []
+        """When every fault was over and every node was up, each time that was waited for."""
+        self._lag = Lag()
+        self._replicas = contextlib.ExitStack()
+        self._replica = contextlib.ExitStack()
+        """What belongs to the server, if that was promoted."""
         self._overheard: dict[str, deque[bytes]] = {name: deque(maxlen=ECHOES) for name in settings}
         self._under_way: set[asyncio.Task[None]] = set()
         self._database = asyncio.Lock()
@@ -95,6 +155,9 @@ class Storm:
     async def running(self) -> AsyncIterator[None]:
         await migrate(self.server.dsn)
         async with contextlib.AsyncExitStack() as stack:
+            stack.callback(self._replicas.close)
+            lag = asyncio.create_task(self._lag.run())
+            stack.callback(lag.cancel)
             for name in self.settings:
                 self.proxies[name] = proxy = await stack.enter_async_context(Proxy.to(self._way(name)))
                 proxy.overhear = functools.partial(self._overhear, name)
@@ -119,22 +182,28 @@ class Storm:
         self.nodes[name] = await start_node(dsn, name, self.roles, self.log.path, self.settings[name])
 
     def _way(self, name: str) -> str:
-        return self._pooled if self._pooled and self.settings[name].get("hold") == "lease" else self.server.dsn
+        return self.pooled if self.pooled and self.settings[name].get("hold") == "lease" else self.server.dsn
 
     async def _end(self, name: str) -> None:
         await self.nodes[name].end()
 
     # -- what the driver does
 
-    async def faults(self, kinds: tuple[str, ...], total: int) -> None:
+    async def faults(self, kinds: tuple[str, ...], total: int, lasting_s: float = 0.0) -> None:
         """A shuffled deck of all kinds, again and again: half of them while the one before is still in force.
 
         A run in which chance has spared the leaders goes on until there was a change for every three faults, at most
-        for as long again.
+        for as many again. `lasting_s` is how long it goes on at least, however many faults that takes.
         """
         deck: list[str] = []
-        for number in range(2 * total):
-            if number >= total and self.changes() >= sum(self.fired.values()) / 3:
+        begun_ns = boot_ns()
+        for number in itertools.count():
+            lasts = boot_ns() < begun_ns + lasting_s * 1e9
+            if (
+                number >= total
+                and not lasts
+                and (number >= 2 * total or self.changes() >= sum(self.fired.values()) / 3)
+            ):
                 break
             if not deck:
                 deck = list(kinds)
@@ -163,6 +232,9 @@ class Storm:
             async with asyncio.timeout(WAIT_S):
                 await task
             self._under_way.discard(task)
+        for node in self.nodes.values():
+            await node.hears("started")
+        self.calms_ns.append(boot_ns())
         await self.everybody_is_led()
 
     async def everybody_is_led(self) -> None:
@@ -365,23 +437,59 @@ class Storm:
         messages = [message for heard in self._overheard.values() for message in heard]
         self.rng.shuffle(messages)
         await asyncio.sleep(self._for_s(name, 0.0, 1.5))
-        async with (
-            self._database,
-            await psycopg.AsyncConnection.connect(
-                self._pooled or self.server.dsn, autocommit=True, cursor_factory=psycopg.AsyncClientCursor
-            ) as pooler,
-        ):
-            for message in messages:
-                try:
-                    await pooler.execute(message)
-                except psycopg.Error as error:
-                    self.echoes[error.sqlstate or "lost"] += 1
-                else:
-                    self.echoes["carried out"] += 1
+        async with self._database:
+            while messages:  # anew where a connection was lost, which costs one of them
+                with contextlib.suppress(psycopg.OperationalError):
+                    async with await psycopg.AsyncConnection.connect(
+                        self.pooled or self.server.dsn, autocommit=True, cursor_factory=psycopg.AsyncClientCursor
+                    ) as pooler:
+                        await self._send_again(pooler, messages)
+                del messages[-1:]
+
+    async def _send_again(self, pooler: psycopg.AsyncConnection[Any], messages: list[bytes]) -> None:
+        while messages and not pooler.closed:
+            try:
+                await pooler.execute(messages.pop())
+            except psycopg.Error as error:
+                self.echoes[error.sqlstate or "lost"] += 1
+            else:
+                self.echoes["carried out"] += 1
 
     async def _restart(self, name: str, role: str) -> None:
         async with self._database:
             await asyncio.to_thread(self.server.restart, "immediate")
+
+    async def _promote(self, name: str, role: str) -> None:
+        """A standby becomes the server. It is synchronous, so nothing that was acknowledged is lost.
+
+        The old server dies before that, or it lives on for a while and acknowledges nothing more. Poolers and proxies
+        then lead to the new one.
+        """
+        async with self._database:
+            replica, old = contextlib.ExitStack(), self.server
+            self._replicas.callback(replica.close)
+            new = await asyncio.to_thread(replica.enter_context, replica_of(old))
+            belongs_to_old, self._replica = self._replica, replica
+            await _wait_for_standbys(old.dsn)
+            await asyncio.sleep(self._for_s(name, 0.0, 1.0))
+            survives = self.rng.random() < 0.5
+            if not survives:
+                await asyncio.to_thread(old.stop, "immediate")
+            await asyncio.to_thread(new.promote)
+            self.server = new
+            if survives:
+                await asyncio.sleep(self._for_s(name, 0.0, 1.5))
+            for other, proxy in self.proxies.items():
+                if self._way(other) == new.dsn:
+                    proxy.lead_to(new.dsn)
+            if self.pooled is not None:
+                pgbouncer.point_at(self.pooled, new.dsn)
+                await self._tell_pooler("RELOAD")
+            if survives:
+                await asyncio.sleep(self._for_s(name, 0.0, 1.5))
+                await asyncio.to_thread(old.stop, "immediate")
+            self.promoted[survives] += 1
+        await asyncio.to_thread(belongs_to_old.close)
 
     async def _pooler_stands(self, name: str, role: str) -> None:
         """PgBouncer hands nothing on for a while; what was sent meanwhile arrives late."""
@@ -393,11 +501,11 @@ class Storm:
     async def _pooler_restarts(self, name: str, role: str) -> None:
         """PgBouncer is killed and started again."""
         async with self._database:
-            await asyncio.to_thread(pgbouncer.restart, self._pooled or "")
+            await asyncio.to_thread(pgbouncer.restart, self.pooled or "")
 
     async def _tell_pooler(self, order: str) -> None:
-        assert self._pooled is not None
-        console = make_conninfo(self._pooled, dbname="pgbouncer")
+        assert self.pooled is not None
+        console = make_conninfo(self.pooled, dbname="pgbouncer")
         async with await psycopg.AsyncConnection.connect(
             console, autocommit=True, cursor_factory=psycopg.AsyncClientCursor
         ) as conn:
@@ -423,7 +531,7 @@ class Storm:
             for older, newer in violations[:10]
         )
         # Before the ledger is asked: the nodes go on, and whoever has acted by now has won by then.
-        acts = {role: self.log.epochs(role) for role in self.roles}
+        acts = self.log.epochs_of_all()
         for role, acted in acts.items():
             terms = await self._terms(role)
             won = dict(terms)
@@ -432,6 +540,16 @@ class Storm:
             assert not wrong, f"epochs of {role} were used by others than their winners: {wrong} ({self.about})"
         assert not (surprises := self._surprises()), f"{surprises} ({self.about})"
 
+    def led_again(self) -> list[LedAgain]:
+        """After each calm, how long it took until each role was acted for, as the acts themselves say."""
+        found = []
+        for role, sends in self.log.by_role().items():
+            acts_ns = sorted(send.before_ns for send in sends)
+            for calm_ns in self.calms_ns:
+                act_ns = acts_ns[bisect.bisect_left(acts_ns, calm_ns)]
+                found.append(LedAgain((act_ns - calm_ns) / 1e9, self._lag.between_s(calm_ns, act_ns), role))
+        return found
+
     def figures(self) -> tuple[float, int]:
         """Sends a second, and changes of leader; printed as well."""
         sends, faults = self.log.read(), sum(self.fired.values())
@@ -439,8 +557,9 @@ class Storm:
         changes = self.changes()
         print(  # noqa: T201 - shown if the test fails, or with -s
             f"{self.about}\n{faults} faults in {lasted_s:.0f} s: {len(sends)} sends, {changes} changes of leader,"
-            f" {sum(len(self.log.epochs(role)) for role in self.roles)} terms that acted;"
-            f" sends by node {dict(Counter(send.node for send in sends))}; {dict(self.fired)}"
+            f" {sum(map(len, self.log.epochs_of_all().values()))} terms that acted;"
+            f" sends by node {dict(Counter(send.node for send in sends))}; {dict(self.fired)};"
+            f" old servers that lived on: {dict(self.promoted)}; echoes {dict(self.echoes)}"
         )
         return len(sends) / lasted_s, changes
 
@@ -466,7 +585,7 @@ KINDS = (
     *("pause", "kill", "drain", "step_down", "block", "terminate", "deaf", "numb"),
     *("cut", "reset", "delay", "drop_replies", "restart", "stall"),
 )
-POOLED_KINDS = (*KINDS, "pooler_stands", "pooler_restarts", "echo")
+POOLED_KINDS = (*KINDS, "pooler_stands", "pooler_restarts", "echo", "promote")
 # For nodes that lead several roles; those that matter most come first.
 SETTLING_KINDS = ("scatter", "relay", "win_back", "step_down", "deaf", "pause", "numb", "terminate", "kill")
 
@@ -478,6 +597,39 @@ async def end_sessions_of(dsn: str, node: str) -> None:
             " WHERE node_id = %s AND ended_at IS NULL",
             (node,),
         )
+
+
+async def _wait_for_standbys(dsn: str) -> None:
+    """From now on, the server acknowledges nothing that its standby has not written; nor is anything before missing.
+
+    Backends do what the checkpointer has heard of. That it has shows in a commit that waits, for a standby that is not
+    there; once it waits for the real one, that one has everything that was committed before.
+    """
+    async with (
+        await psycopg.AsyncConnection.connect(dsn, autocommit=True) as dba,
+        await psycopg.AsyncConnection.connect(dsn, autocommit=True) as writer,
+    ):
+
+        async def wait_for(standbys: str) -> None:
+            await dba.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{standbys}'".encode())
+            await dba.execute("SELECT pg_reload_conf()")
+
+        async def waits() -> bool:
+            seen = await dba.execute(
+                "SELECT FROM pg_stat_activity WHERE pid = %s AND wait_event = 'SyncRep'", (writer.info.backend_pid,)
+            )
+            return seen.rowcount > 0
+
+        commit = "SELECT pg_logical_emit_message(true, 'storm', 'is written')"
+        async with asyncio.timeout(WAIT_S):
+            await wait_for("nobody")
+            committing = asyncio.ensure_future(writer.execute(commit))
+            while not await waits():  # nothing announces it
+                if committing.done():
+                    committing = asyncio.ensure_future(writer.execute(commit))
+                await asyncio.sleep(POLL_S)
+            await wait_for("*")
+            await committing
 
 
 def _children(parent: int) -> list[int]:

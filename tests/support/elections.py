@@ -20,7 +20,7 @@ from pgleaderlock import LeaderElection, LeaderStateChanged, LockState, key_pair
 from pgleaderlock._config.timing import Timing
 from pgleaderlock._election.settings import Setup
 from pgleaderlock.migrate import migrate, sql
-from support.server_side import holders, terminate
+from support.server_side import holders
 from support.servers import hash_quickly
 
 __all__ = [
@@ -35,8 +35,10 @@ __all__ = [
     "beat_turns",
     "beats_on",
     "end_leader",
+    "end_session",
     "fresh_database",
     "holding",
+    "last_session",
     "leader_row",
     "ledger_dsns",
     "one",
@@ -86,18 +88,30 @@ def end_leader(dsn: str, role: str, namespace: str = "pgleaderlock") -> None:
     superuser = _superusers[conninfo_to_dict(dsn)["port"]]
     leader = one(
         superuser,
-        "SELECT s.session_id, s.hold FROM pgleaderlock.leaders l JOIN pgleaderlock.sessions s USING (session_id)"
+        "SELECT s.session_id FROM pgleaderlock.leaders l JOIN pgleaderlock.sessions s USING (session_id)"
         " WHERE l.role = %s AND l.namespace = %s",
         role,
         namespace,
     )
-    if leader["hold"] == "session":
-        terminate(superuser, key_pair(role, namespace))
+    end_session(superuser, leader["session_id"])
+
+
+def end_session(superuser: str, session_id: int) -> None:
+    """End a session, as the server does, or a lease, as another node does."""
+    session = one(superuser, "SELECT hold, backend_pid FROM pgleaderlock.sessions WHERE session_id = %s", session_id)
+    if session["hold"] == "session":
+        one(superuser, "SELECT pg_terminate_backend(%s)", session["backend_pid"])
     else:
         ended = (
             "UPDATE pgleaderlock.sessions SET ended_at = clock_timestamp() WHERE session_id = %s RETURNING session_id"
         )
-        one(superuser, ended, leader["session_id"])
+        one(superuser, ended, session_id)
+
+
+def last_session(superuser: str, node_id: str, namespace: str = "pgleaderlock") -> int:
+    """The session or lease that a node has opened last; it may have ended."""
+    last = "SELECT max(session_id) AS id FROM pgleaderlock.sessions WHERE node_id = %s AND namespace = %s"
+    return int(one(superuser, last, node_id, namespace)["id"])
 
 
 def holding(dsn: str, role: str, namespace: str = "pgleaderlock") -> int:

@@ -6,7 +6,8 @@ through a pooler that delays them for up to minutes, runs them twice, out of ord
 some schedules one node holds its roles by session locks, in the same ledger. Faults: pauses, cuts, crashes of nodes,
 a pooler that stands still, restarts and failovers of the database that keep every commit, steps of its clock, dropped
 sessions, epochs advanced by an operator, clean and unclean releases, and nodes that evict far too early: when a
-lease is ended by others is a question of liveness, and must never be one of safety.
+lease is ended by others is a question of liveness, and must never be one of safety. In one schedule of five, a role is
+being renamed: some processes know it by another name with the same key. Under both names there is one leader at a time.
 
 A transaction takes time: what a winner reads of its predecessor's row in `sessions` is as old as its snapshot, what it
 reads of the role's row is as young as its row lock.
@@ -40,6 +41,9 @@ Liveness: when the faults have ended, every role is acted for again. Change this
     blind_bump     a session-held winner does not look whether a lease holds the role
     blind_take     a lease does not look whether somebody holds the role's session lock
     lock_late      it looks after it has read the predecessor's beat
+  one key under two names
+    blind_rename   a key goes to a new name while a lease that leads under the old one is silent, and has not ended
+    bare_rename    a key goes to a new name without the wait for who was lost under the old one
   liveness
     no_ghosts      a node ignores a term that the ledger gives to it and of whose grant it never heard
 
@@ -70,11 +74,14 @@ LEASES = (
     "async_commit",
 )  # fmt: skip
 MIXED = ("blind_bump", "blind_take", "lock_late")
-BROKEN = (*TIMING, *LEASES, *MIXED, "no_ghosts")
+RENAMING = ("blind_rename", "bare_rename")
+BROKEN = (*TIMING, *LEASES, *MIXED, *RENAMING, "no_ghosts")
 SETTINGS = ((6.0, 7.0, 3.0), (2.0, 3.0, 1.0), (12.0, 13.5, 6.0))  # G, T, heartbeat interval
 RATES = (1.0, 1.04, 1 / 1.04)  # fastest / slowest stays below the smallest T / G
 PATIENCES = (1.0, 1.0, 0.1, 0.5)
 ROLES = ("bills", "mail")
+RENAMED = ("bills", "post")
+KEYS = {"bills": "bills", "mail": "mail", "post": "mail"}
 FAULTS = (
     "pause", "pause", "cut", "crash", "release", "release", "release", "drop", "pooler", "restart", "failover",
     "advance",
@@ -139,11 +146,13 @@ class Node:
         self.gate_s, self.lease_s, self.beat_s = settings
         self.paused_until = self.cut_until = 0.0
         self.patience = 1.0  # evicts after so many T
+        self.names: random.Random | None = None  # draws the names that each process knows, if a role is being renamed
         self._instances = itertools.count(1)
         self.forget()
 
     def forget(self) -> None:
         """A new process: it knows nothing of what its predecessor did."""
+        self.roles = self.names.choice([ROLES, RENAMED]) if self.names else ROLES
         self.instance: Instance = (self.number, next(self._instances))
         self.session: int | None = None
         self.lost_session: int | None = None
@@ -154,7 +163,7 @@ class Node:
         """Epoch, session and `opens_at` of the last term of each role that this process has heard of."""
         self.sights: dict[int, Sight] = {}
         self.looked_at = LONG_AGO
-        self.not_before = dict.fromkeys(ROLES, LONG_AGO)
+        self.not_before = dict.fromkeys(self.roles, LONG_AGO)
         self.beat_due = LONG_AGO
         self.awaited: tuple[int, float] | None = None
         """The statement whose reply is awaited, and until when."""
@@ -194,6 +203,7 @@ class Row:
     clean: bool = True
     ended: bool = True
     timeline: int = 1
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +248,11 @@ class Database:
         self.rule = rule
         self.sessions: dict[int, Lease] = {}
         self.by_key: dict[tuple[Instance, int], int] = {}
-        self.rows = {role: Row() for role in ROLES}
+        self.rows = {role: Row() for role in KEYS}
         self.locks: dict[str, int] = {}
+        """By key."""
+        self.terms: dict[tuple[str, int], int] = {}
+        """Every term by role and epoch, and how many of all roles there were before it."""
         self.timeline = 1
         self.restarts = 0
         self.issued: set[tuple[str, int]] = set()
@@ -277,7 +290,7 @@ class Database:
 
     def drop(self, sid: int) -> None:
         self.sessions[sid].ended = True
-        self.locks = {role: holder for role, holder in self.locks.items() if holder != sid}
+        self.locks = {key: holder for key, holder in self.locks.items() if holder != sid}
 
     def number(self, t: float, message: "Sent", *, beats: bool = True) -> Literal["taken", "late", "over"]:
         """Every write of a lease begins with its own row: it has not ended, and has seen no later number."""
@@ -302,6 +315,41 @@ class Database:
         holder = self.get(self.rows[role].session)
         return not self.rows[role].ended and holder is not None and holder.hold == "session"
 
+    def alive(self, t: float, lease: Lease | None) -> bool:
+        """By the record, and the database's clock. Nothing may depend on it but when a key changes its name."""
+        return lease is not None and not lease.ended and lease.expires + lease.lease_s > t + self.clock_ahead
+
+    def under_another_name(self, role: str) -> Iterable[Row]:
+        return (row for name, row in self.rows.items() if name != role and row.key == KEYS[role])
+
+    def misnamed(self, t: float, sid: int | None, roles: Sequence[str]) -> set[str]:
+        """The roles whose key is another name's and stays it, because its last leader runs.
+
+        No lock tells whether a lease leads. One that is silent under the other name is ended first: or it would wake up
+        and lead beside its heir.
+        """
+        found = set()
+        for role in roles:
+            for row in self.under_another_name(role):
+                holder = self.get(row.session)
+                leads = holder is not None and holder.hold == "lease" and not holder.ended and not row.ended
+                if leads and row.session is not None and row.session != sid and self.rule != "blind_rename":
+                    if self.alive(t, holder):
+                        found.add(role)
+                    else:
+                        self.end_leases(t, [row.session])
+                elif self.alive(t, holder):
+                    found.add(role)
+        return found
+
+    def inherit(self, role: str) -> None:
+        """The key comes from another name, and what its successor has to wait for comes with it."""
+        for other in self.under_another_name(role):
+            other.key = None
+            if not other.clean and self.rule != "bare_rename":
+                row = self.rows[role]
+                row.clean, row.session, row.wait_t = False, None, max(row.wait_t, other.wait_t)
+
     def end_leases(self, t: float, silent: Iterable[int]) -> None:
         for sid in silent:
             if self.live(sid):
@@ -312,6 +360,7 @@ class Database:
                 self.sessions[sid].ended = True
 
     def win(self, role: str, sid: int, seen: Seen) -> tuple[int, Before]:
+        self.inherit(role)
         row, lease_s = self.rows[role], self.sessions[sid].lease_s
         holder = self.get(row.session)
         before = Before(
@@ -328,7 +377,8 @@ class Database:
         self.reused += (role, epoch) in self.issued
         self.issued.add((role, epoch))
         wait_t = max(lease_s, 0.0 if row.clean else row.wait_t)
-        self.rows[role] = Row(epoch, sid, wait_t, lease_s, clean=False, ended=False, timeline=self.timeline)
+        self.terms[role, epoch] = len(self.terms)
+        self.rows[role] = Row(epoch, sid, wait_t, lease_s, False, False, self.timeline, KEYS[role])
         return epoch, before
 
 
@@ -353,6 +403,7 @@ class Taking(NamedTuple):
     take: Sequence[str]
     seen: Seen
     unlocked: Collection[str]
+    misnamed: Collection[str]
 
 
 @dataclass(slots=True)
@@ -387,7 +438,11 @@ class Schedule:
             Node(number, hold, rnd.choice(RATES), rnd.uniform(0, 1e4), rnd.choice(SETTINGS))
             for number, hold in enumerate(holds)
         ]
+        names = random.Random(f"names of {self.seed}")  # of its own: other schedules are what they were
         for node in self.nodes:
+            if self.renaming:
+                node.names = names
+                node.forget()
             node.patience = 0.1 if self.harsh else rnd.choice(PATIENCES) if self.seed % 2 else 1.0
         self.db = Database(self.rule)
 
@@ -395,6 +450,11 @@ class Schedule:
     def harsh(self) -> bool:
         """Every node evicts far too early, a second win is often the last message for long, and beats come again."""
         return self.seed % 4 == 3
+
+    @property
+    def renaming(self) -> bool:
+        """Some processes know a role by another name."""
+        return self.seed % 5 == 4 or self.rule in RENAMING
 
     def run(self) -> Outcome:
         for node in self.nodes:
@@ -410,9 +470,15 @@ class Schedule:
 
     def judged(self) -> Outcome:
         overlaps = stuck = 0
-        for role in ROLES:
-            ours = [act for act in self.acts if act[1] == role]
-            overlaps += sum(a[2] > b[2] or (a[2] == b[2] and a[3] != b[3]) for a, b in itertools.pairwise(ours))
+        for key in ROLES:
+            ours = [act for act in self.acts if KEYS[act[1]] == key]
+            for name in KEYS:
+                acts = [act for act in ours if act[1] == name]
+                overlaps += sum(a[2] > b[2] or (a[2] == b[2] and a[3] != b[3]) for a, b in itertools.pairwise(acts))
+            overlaps += sum(
+                a[1] != b[1] and self.db.terms[a[1], a[2]] > self.db.terms[b[1], b[2]]
+                for a, b in itertools.pairwise(ours)
+            )
             stuck += not any(act[0] > ACT_BY_S for act in ours)
         db = self.db
         return Outcome(overlaps, db.reused, stuck, len(self.acts), len(db.issued), db.evictions, db.evicted_while_able)
@@ -508,13 +574,13 @@ class Schedule:
             node.beat_due = now + node.beat_s * self.rnd.uniform(0.8, 1.2)
             settled = [role for role, term in node.terms.items() if term.opens_at <= now and not term.told]
             self.send(t, node, self.db_beat, settled)
-        elif len(node.terms) == len(ROLES):
+        elif len(node.terms) == len(node.roles):
             pass  # there is nothing to look at
         elif node.hold == "session":
-            wanted = [role for role in ROLES if role not in node.terms and node.not_before[role] <= now]
-            self.send(t, node, self.db_try, wanted)
+            wanted = [role for role in node.roles if role not in node.terms and node.not_before[role] <= now]
+            self.send(t, node, self.db_try, wanted, node.roles)
         else:
-            self.send(t, node, self.db_look, numbered=False)
+            self.send(t, node, self.db_look, node.roles, numbered=False)
 
     def got_open(self, t: float, node: Node, sent: float, sid: int, timeline: int) -> None:
         node.session, node.timeline, node.numbered, node.beat_due = sid, timeline, 0, LONG_AGO
@@ -663,12 +729,13 @@ class Schedule:
                     self.db.rows[role].wait_t = self.db.sessions[sid].lease_s
         return self.got_beat, (Beat(taken == "taken", owned, settled),)
 
-    def db_look(self, t: float, message: Sent) -> Answer:
-        return self.got_look, (self.looks(t), self.db.timeline)
+    def db_look(self, t: float, message: Sent, roles: Sequence[str]) -> Answer:
+        return self.got_look, (self.looks(t, roles), self.db.timeline)
 
-    def looks(self, t: float) -> dict[str, Look]:
+    def looks(self, t: float, roles: Sequence[str] = ROLES) -> dict[str, Look]:
         found = {}
-        for role, row in self.db.rows.items():
+        for role in roles:
+            row = self.db.rows[role]
             holder = self.db.get(row.session)
             hold: Hold = "lease" if holder is None else holder.hold
             found[role] = Look(
@@ -708,20 +775,24 @@ class Schedule:
                 t, silent
             )  # their rows are locked from here: a beat that comes meanwhile waits for the commit
         # Of a role that a session holds, nobody may have the lock. It is tried before the snapshot that shows the beat.
-        tried = {role for role in take if role not in db.locks and db.session_held(role)}
+        # Of a key that has two names, somebody may have it who leads under the other one.
+        named = [role for role in take if self.renaming and KEYS[role] == "mail"]
+        tried = {role for role in take if KEYS[role] not in db.locks and (db.session_held(role) or role in named)}
         tried = set() if self.rule == "lock_late" else tried
-        db.locks.update(dict.fromkeys(tried, THIS_TRANSACTION))
+        misnamed = {role for role in named if role not in tried} | db.misnamed(t, sid, sorted(tried & set(named)))
+        db.locks.update({KEYS[role]: THIS_TRANSACTION for role in tried})
         for role in take:
             if db.session_held(role) and not self.calm(t) and self.rnd.random() < 0.03:
                 dropped = t + self.rnd.uniform(0, 3)
                 self.at(dropped, self.drop_and_cut, db.rows[role].session, self.rnd.uniform(3, 15))
-        return Under(self.lasts(t), self.commit_take, (sid, Taking(silent, take, db.snapshot(silent), tried)))
+        return Under(self.lasts(t), self.commit_take, (sid, Taking(silent, take, db.snapshot(silent), tried, misnamed)))
 
     def commit_take(self, t: float, sid: int, taking: Taking) -> Answer:
         db = self.db
         if self.rule == "skew":
             db.end_leases(t, taking.silent)
-        db.locks = {role: holder for role, holder in db.locks.items() if role not in taking.unlocked}
+        unlocked = {KEYS[role] for role in taking.unlocked}
+        db.locks = {key: holder for key, holder in db.locks.items() if key not in unlocked}
         wins: Wins = {}
         for role in taking.take:
             row = db.rows[role]
@@ -734,10 +805,12 @@ class Schedule:
     def may_take(self, t: float, sid: int, role: str, taking: Taking) -> bool:
         row = self.db.rows[role]
         holder = self.db.get(row.session)
+        if role in taking.misnamed:
+            return False
         if row.ended or holder is None or row.session in (None, sid):
             return True
         if holder.hold == "session":
-            unlocked_now = self.rule == "lock_late" and role not in self.db.locks
+            unlocked_now = self.rule == "lock_late" and KEYS[role] not in self.db.locks
             return role in taking.unlocked or self.rule == "blind_take" or unlocked_now
         return taking.seen.get(row.session, (0, False))[1] or self.expired(t, holder)
 
@@ -754,34 +827,37 @@ class Schedule:
             if self.db.owned(sid).get(role) == epoch:
                 self.db.rows[role].clean, self.db.rows[role].ended = clean, True
         for role, _, _ in terms:
-            if self.db.locks.get(role) == sid:
-                del self.db.locks[role]
+            if self.db.locks.get(KEYS[role]) == sid:
+                del self.db.locks[KEYS[role]]
         return self.got_release, ()
 
-    def db_try(self, t: float, message: Sent, wanted: Sequence[str]) -> Answer:
+    def db_try(self, t: float, message: Sent, wanted: Sequence[str], roles: Sequence[str]) -> Answer:
         """Session-held: the locks first, in a statement of their own."""
         sid = message.session
         if self.db.number(t, message, beats=False) == "over" or sid is None:
             return self.got_beat, (DEAD,)
-        granted = [role for role in wanted if self.db.locks.get(role, sid) == sid]
-        self.db.locks.update(dict.fromkeys(granted, sid))
-        return self.got_try, (granted, self.looks(t))
+        granted = [role for role in wanted if self.db.locks.get(KEYS[role], sid) == sid]
+        self.db.locks.update({KEYS[role]: sid for role in granted})
+        return self.got_try, (granted, self.looks(t, roles))
 
     def db_bump(self, t: float, message: Sent, granted: Sequence[str]) -> Answer | Under:
         if self.db.number(t, message) == "over":
             return self.got_beat, (DEAD,)
-        return Under(self.lasts(t), self.commit_bump, (message.session, granted, self.db.snapshot()))
+        misnamed = self.db.misnamed(t, message.session, granted)
+        return Under(self.lasts(t), self.commit_bump, (message.session, granted, self.db.snapshot(), misnamed))
 
-    def commit_bump(self, t: float, sid: int, granted: Sequence[str], seen: Seen) -> Answer:
+    def commit_bump(self, t: float, sid: int, granted: Sequence[str], seen: Seen, misnamed: Collection[str]) -> Answer:
         db, wins = self.db, Wins()
         for role in granted:
             row = db.rows[role]
             holder = db.get(row.session)
             over = row.session is not None and seen.get(row.session, (0, False))[1]
             leased = holder is not None and holder.hold == "lease" and not row.ended and not over
-            if leased and self.rule != "blind_bump":
-                db.locks.pop(role, None)
-            elif db.locks.get(role) == sid:
+            if db.locks.get(KEYS[role]) != sid:
+                continue
+            if (leased and self.rule != "blind_bump") or role in misnamed:
+                del db.locks[KEYS[role]]
+            else:
                 wins[role] = db.win(role, sid, seen)
         return self.got_win, (wins,)
 

@@ -20,7 +20,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from support.deps import debian_tool
 
-__all__ = ["PoolMode", "pooler", "restart"]
+__all__ = ["PoolMode", "point_at", "pooler", "restart"]
 
 PoolMode = Literal["session", "transaction", "statement"]
 READY_TIMEOUT_S = 10.0
@@ -56,8 +56,12 @@ def pooler(dsn: str, pool_mode: PoolMode, settings: Mapping[str, str] | None = N
 
         for _ in range(STARTS_MAX):
             port = _free_port()
-            _configure(folder, dsn, pool_mode, port, settings or {})
-            running = _running[str(port)] = _Running(start, start())
+
+            def configure(dsn: str, port: int = port) -> None:
+                _configure(folder, dsn, pool_mode, port, settings or {})
+
+            configure(dsn)
+            running = _running[str(port)] = _Running(start, configure, start())
             try:
                 if _ready(running.process, port):
                     yield make_conninfo(dsn, host="127.0.0.1", port=port)
@@ -74,6 +78,7 @@ def pooler(dsn: str, pool_mode: PoolMode, settings: Mapping[str, str] | None = N
 @dataclass
 class _Running:
     start: Callable[[], "subprocess.Popen[bytes]"]
+    configure: Callable[[str], None]
     process: "subprocess.Popen[bytes]"
 
 
@@ -90,6 +95,11 @@ def restart(dsn: str) -> None:
     running.process = running.start()
     if not _ready(running.process, int(port)):
         raise RuntimeError("pgbouncer did not start again")
+
+
+def point_at(pooled: str, dsn: str) -> None:
+    """Lead the pooler of the DSN `pooled` to the server of `dsn`, as soon as it is told to RELOAD or starts again."""
+    _running[str(conninfo_to_dict(pooled)["port"])].configure(dsn)
 
 
 def _account() -> pwd.struct_passwd | None:
@@ -109,7 +119,9 @@ def _configure(folder: Path, dsn: str, pool_mode: PoolMode, port: int, settings:
         "pool_mode": pool_mode,
         **settings,
     }
-    lines = ["[databases]", f"* = host={server['host']} port={server['port']}", "[pgbouncer]"]
+    there = f"host={server['host']} port={server['port']}"
+    # By its name, too: a RELOAD leaves alone what has come in by the star.
+    lines = ["[databases]", f"{server['dbname']} = {there}", f"* = {there}", "[pgbouncer]"]
     lines += [f"{name} = {value}" for name, value in options.items()]
     ini = folder / "pgbouncer.ini"
     ini.write_text("\n".join(lines) + "\n")

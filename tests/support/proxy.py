@@ -165,6 +165,11 @@ class Proxy:
         link.server = server
         link.tasks.extend(self._pumps(link, server))
 
+    def lead_to(self, dsn: str) -> None:
+        """New connections go to the server of this DSN; existing ones stay where they are."""
+        parts = conninfo_to_dict(dsn)
+        self._target = (str(parts["host"]), int(str(parts["port"])))
+
     def half_close(self) -> int:
         """Ends the direction to the client by FIN and leaves the other one open; says for how many."""
         for link in self._links:

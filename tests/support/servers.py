@@ -17,7 +17,15 @@ from psycopg.sql import SQL, Identifier
 
 from pgleaderlock.embedded import EmbeddedPostgres
 
-__all__ = ["FAST_SETTINGS", "hash_quickly", "left_behind", "open_folder", "throwaway", "wait_until_nothing_left"]
+__all__ = [
+    "FAST_SETTINGS",
+    "hash_quickly",
+    "left_behind",
+    "open_folder",
+    "replica_of",
+    "throwaway",
+    "wait_until_nothing_left",
+]
 
 # Durability means nothing to a server that lives for one test.
 FAST_SETTINGS = {"fsync": "off", "full_page_writes": "off", "max_connections": "200"}
@@ -63,6 +71,17 @@ def throwaway(settings: Mapping[str, str] | None = None) -> Iterator[EmbeddedPos
             password = {"role": Identifier(conn.info.user), "password": conn.info.password}
             conn.execute(SQL("ALTER ROLE {role} PASSWORD {password}").format(**password))
         yield server
+
+
+@contextlib.contextmanager
+def replica_of(primary: EmbeddedPostgres) -> Iterator[EmbeddedPostgres]:
+    """A streaming replica with a port of its own."""
+    with open_folder() as folder:
+        replica = primary.make_replica(folder / "pg")
+        try:
+            yield replica
+        finally:
+            replica.close()
 
 
 def hash_quickly(conn: psycopg.Connection[Any]) -> None:

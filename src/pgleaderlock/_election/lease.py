@@ -131,6 +131,7 @@ class LeaseLedger(Ledger):
             hold_s=HOLD_S,
             roles=self._tried_columns["roles"],
         )
+        self.unanswered = self._lease.unanswered
         if not rows:  # no answer: the next heartbeat asks until there is one
             return []
         self._listen(rows)

@@ -168,6 +168,8 @@ class Ledger:
         """The last answer, each row by its holder and its marks."""
         self.version = 0
         """Of the ledger: it may be upgraded while this session lasts, and each heartbeat looks."""
+        self.unanswered: str | None = None
+        """Why the last look got no answer. A session that gets none has ended; a lease goes on."""
 
     @property
     def records_gates(self) -> bool:

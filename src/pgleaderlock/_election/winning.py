@@ -33,6 +33,8 @@ class Winning:
         self._evicted: set[int] = set()
         self._of: Ledger | None = None
         self._since = 0.0
+        self._tell_unanswered_at: float | None = None
+        """When it is worth a word that looks get no answer; None if the last one did."""
         self._followed: Mapping[str, Role] = {}
         self._keys = dict[str, KeyPair]()
 
@@ -62,6 +64,7 @@ class Winning:
             self._of, self._since = ledger, now
         looks = await ledger.try_and_look(self._keys, {role.name for role in trying}, look_closely=self._balancing.on)
         seen_at = self._clock.now()
+        self._unanswered(ledger.unanswered, now, seen_at)
         for look in looks:
             role = followed[look.role]
             role.saw(look, seen_at, ledger.history)
@@ -77,6 +80,17 @@ class Winning:
         if self._settings.evict_stale:
             await self._evict_silent(list(followed.values()))
         return due_at
+
+    def _unanswered(self, why: str | None, asked_at: float, now: float) -> None:
+        """A lease beats on without its looks. If they get no answer for T, it would be a standby that never leads."""
+        if why is None:
+            self._tell_unanswered_at = None
+        elif self._tell_unanswered_at is None:
+            self._tell_unanswered_at = asked_at + self._settings.lease_s
+        if self._tell_unanswered_at is not None and now >= self._tell_unanswered_at:
+            self._tell_unanswered_at = NEVER
+            self._board.log.warning("looks_unanswered", error=why)
+            self._owner.failed(ConnectionError(f"nothing was heard of the roles of other nodes for T: {why}"))
 
     def _follow(self) -> Mapping[str, Role]:
         """The roles whose holders are looked at. While they are the same, the ledger answers with what is new only."""
@@ -179,6 +193,9 @@ class Winning:
                     refused.append(role)
         if refused:
             await self._end_silent_leases(refused)
+            if self._settings.evict_stale:
+                # A lease takes what a session holds for free, until the lock tells: it was not followed meanwhile.
+                await self._evict_silent(refused)
         return busy
 
     def _begin_term(self, role: Role, bump: Bump, sent_at: float, won_at: float) -> None:

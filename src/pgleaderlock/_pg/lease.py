@@ -5,13 +5,17 @@ message and one transaction, which begins with the owner's own row. If its answe
 the next number: the server carries a message out only if its number is higher than the last, so what was asked before
 has happened by then, or never will.
 
-Must never leave anything behind in a backend: no lock, no setting, no prepared statement, no LISTEN.
+Must never leave anything behind in a backend: no lock, no setting, no prepared statement, no LISTEN. A `fork()`ed child
+must not keep the socket: its copy is replaced by /dev/null.
 """
 
 import asyncio
+import contextlib
 import math
+import os
 import random
 import uuid
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,6 +66,8 @@ class LeaseSession:
         """The lease is recorded. Before that, a failure is told at once."""
         self.asked_again = False
         """The last rows answer a repetition: an earlier message may have done it, and its answer was lost."""
+        self.unanswered: str | None = None
+        """Why what was last asked once got no answer; None if it did."""
         self.doubts: list[str] = []
         """Always empty: what leaves the outcome open is asked again."""
 
@@ -106,9 +112,12 @@ class LeaseSession:
     async def rows_if_answered(self, name: str, row_factory: Any = dict_row, /, **params: object) -> list[Any]:
         """The same, asked once, and no rows without an answer. Raises what the server would refuse again."""
         try:
-            return await self._once(name, row_factory, (), params)
-        except _Unknown:
+            found = await self._once(name, row_factory, (), params)
+        except _Unknown as unknown:
+            self.unanswered = str(unknown)
             return []
+        self.unanswered = None
+        return found
 
     async def rows_or_none(self, name: str, row_factory: Any = dict_row, /, **params: object) -> list[Any]:
         """The same for what may fail: asked once, and no rows if that failed."""
@@ -171,7 +180,14 @@ class LeaseSession:
                     raise _Unknown(f"cannot connect: {scrub(str(error), self._params)}") from None
                 raise connect_error(error, self._params) from safe_cause(error, self._params)
             self._connection.add_notice_handler(self._remember_warning)
+            _sessions.add(self)
         return self._connection
+
+    def _let_go_in_child(self, null: int) -> None:
+        if self._connection is not None:
+            # libpq closes the socket of a broken connection, and its number may be that of another file by now.
+            with contextlib.suppress(psycopg.OperationalError):
+                os.dup2(null, self._connection.pgconn.socket)
 
     def _remember_warning(self, diagnostic: psycopg.errors.Diagnostic) -> None:
         if diagnostic.severity_nonlocalized == "WARNING" and diagnostic.sqlstate in UNKNOWN_OUTCOME:
@@ -206,3 +222,18 @@ async def _execute(
     while cursor.nextset():
         found.append(await cursor.fetchall())
     return found
+
+
+_sessions: "weakref.WeakSet[LeaseSession]" = weakref.WeakSet()
+"""Those that have had a connection."""
+
+
+def _let_go_in_child() -> None:
+    """In a forked child: what it sends or closes must not reach the parent's connections."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for session in list(_sessions):
+        session._let_go_in_child(null)  # noqa: SLF001 - it is our own
+    os.close(null)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
