@@ -218,6 +218,11 @@ class Term:
     """When its gate shut for good, if that was before its end."""
     shut_s: float = 0.0
     """How long its gate was shut between two times at which it was open; in a term that lasts, also since it shut."""
+    nobody_since: dt.datetime | None = None
+    """The last moment at which somebody could act before it: from then on `failover_s` is counted."""
+    silent_since: dt.datetime | None = None
+    """Of a term that has not ended: the last heartbeat, if it is longer ago than the lease. Nobody leads, and no node
+    was left to end the term."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,12 +549,12 @@ class _End:
 
 def _ends(found: Sequence[Term], now: dt.datetime, *, forgotten: bool) -> Iterator[_End]:
     """Of one role's terms, the newest first. Nobody misses the leader of a role that was forgotten."""
-    if found and not forgotten and (last := found[0]).ended_at is not None:
-        gap_s = (now - last.ended_at).total_seconds()
-        yield _End(last.role, last.node_id, last.reason or "lost", last.ended_at, gap_s, None)
+    if found and not forgotten and (ended_at := found[0].ended_at or found[0].silent_since) is not None:
+        last, gap_s = found[0], (now - ended_at).total_seconds()
+        yield _End(last.role, last.node_id, last.reason or "lost", ended_at, gap_s, None)
     for term in found:
         if term.failover_s is not None and term.prev_node_id is not None:
-            at = term.began_at - dt.timedelta(seconds=term.failover_s)
+            at = term.nobody_since or term.began_at - dt.timedelta(seconds=term.failover_s)
             yield _End(term.role, term.prev_node_id, term.prev_reason or "lost", at, term.failover_s, term.node_id)
 
 

@@ -796,14 +796,26 @@ class Past:
     def term(
         self, role: str, epoch: int, node: str, times: tuple[float, float | None], reason: str | None = None
     ) -> None:
-        """From when to when: seconds before now."""
+        """From when to when: seconds before now. The leader of one that has not ended lives."""
         began, ended = (None if s is None else self.now - dt.timedelta(seconds=s) for s in times)
         with psycopg.connect(self._superuser, autocommit=True) as conn:
+            session_id = 0 if ended is not None else self.session(conn, node)
             conn.execute(
                 "INSERT INTO pgleaderlock.terms (namespace, role, epoch, session_id, node_id, holder_identity,"
-                " began_at, ended_at, reason) VALUES (%s, %s, %s, 0, %s, 'h', %s, %s, %s)",
-                (self._space, role, epoch, node, began, ended, reason),
+                " began_at, ended_at, reason) VALUES (%s, %s, %s, %s, %s, 'h', %s, %s, %s)",
+                (self._space, role, epoch, session_id, node, began, ended, reason),
             )
+
+    def session(self, conn: psycopg.Connection[Any], node: str) -> int:
+        row = conn.execute(
+            "INSERT INTO pgleaderlock.sessions (namespace, instance, node_id, host, os_pid, holder_identity,"
+            " backend_pid, backend_start, database_role, gate_s, lease_s, candidate, library_version, last_heartbeat)"
+            " VALUES (%s, gen_random_uuid(), %s, 'h', 1, 'h', 1, now(), 'x', 3600, 7200, false, '1', now())"
+            " RETURNING session_id",
+            (self._space, node),
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
 
 
 @pytest.fixture
@@ -841,6 +853,28 @@ def test_a_crash_of_a_node_is_one_incident(plain: str, space: str, past: Past) -
     assert cells[0][4:] == ["1 without a leader", "a"]
     assert cells[1][3:] == ["500 ms", "node-3", "a"]
     assert cells[2][3:] == ["4.2 s", "node-1, node-3", "a, b, c"]
+
+
+def test_a_leader_that_no_node_was_left_to_replace_is_an_incident_that_lasts(
+    plain: str, superuser: str, space: str
+) -> None:
+    past = Past(superuser, space)
+    past.term("a", 1, "node-1", (90_000, None))
+    past.term("b", 1, "node-2", (90_000, None))
+    assert incidents(plain, space) == []
+    with psycopg.connect(superuser, autocommit=True) as conn:
+        conn.execute(
+            "UPDATE pgleaderlock.sessions SET last_heartbeat = now() - interval '3 h'"
+            " WHERE namespace = %s AND node_id = 'node-1'",
+            (space,),
+        )
+    assert incidents(plain, space) == [("node-1", "lost", ["a"])]
+    listed = here("history", "--incidents", "--json", "--dsn", plain, "--namespace", space)
+    (shown,) = json.loads(listed.out)["incidents"]
+    assert (shown["without_leader"], shown["ended_at"], shown["longest_s"] >= 3 * 3600) == (["a"], None, True)
+    for role, how in (("a", "silent"), ("b", "leads")):
+        terms = here("history", role, "--dsn", plain, "--namespace", space, COLUMNS="60").out.splitlines()
+        assert how in terms[1].split(), terms
 
 
 def test_a_node_that_crashes_again_is_another_incident(plain: str, space: str, superuser: str) -> None:

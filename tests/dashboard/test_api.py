@@ -676,6 +676,7 @@ def test_history_and_events_of_a_span_of_time(throwaway_book: Book) -> None:
 
 def test_a_crash_is_one_incident_with_a_way_to_its_time(throwaway_book: Book) -> None:
     book = throwaway_book
+    alive = book.session("node-1")
     for role, gap_s in (("a", 1), ("b", 4)):
         for epoch, node, began_s, ended_s, reason in (
             (1, "node-2", 900, 600, "lost"),
@@ -683,9 +684,9 @@ def test_a_crash_is_one_incident_with_a_way_to_its_time(throwaway_book: Book) ->
         ):
             book.conn.execute(
                 "INSERT INTO pgleaderlock.terms (namespace, role, epoch, session_id, node_id, holder_identity,"
-                " began_at, ended_at, reason) VALUES (%s, %s, %s, 0, %s, 'h', now() - make_interval(secs => %s),"
+                " began_at, ended_at, reason) VALUES (%s, %s, %s, %s, %s, 'h', now() - make_interval(secs => %s),"
                 " now() - make_interval(secs => %s), %s)",
-                (SPACE, role, epoch, node, began_s, ended_s, reason),
+                (SPACE, role, epoch, alive if ended_s is None else 0, node, began_s, ended_s, reason),
             )
     with dashboard(book.reader) as server:
         (found,) = json_of(server.ask("GET", "/v1/incidents"))["incidents"]

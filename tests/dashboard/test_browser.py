@@ -206,7 +206,7 @@ def test_the_nodes_follow_the_news(browser: Browser, board: StandIn) -> None:
         board.tell("nodes", {"now_ms": now_ms(), "nodes": told})
         rows = page.locator("#nodes tbody tr")
         expect(rows).to_have_count(5)
-        for row, state in enumerate(("silent", "ended", "live", "draining", "drained")):
+        for row, state in enumerate(("silent", "ended", "alive", "draining", "drained")):
             expect(rows.nth(row)).to_contain_text(state)
         expect(page.locator("#facts")).to_have_text("3 live nodes, 1 draining, 1 drained, 1 silent, 1 ended")
 

@@ -452,3 +452,10 @@ def test_a_dsn_with_a_nul_is_refused() -> None:
     """libpq ends there: what follows, the password for one, is ignored without a word."""
     with pytest.raises(ConfigurationError):
         check_dsn("host=h\0 dbname=production")
+
+
+def test_an_error_is_told_without_secrets_and_without_the_advice_of_libpq() -> None:
+    said = "failed for s3cret: Connection refused\n\tIs the server running on that host\n\tand port?\nDETAIL:  x"
+    assert scrub(said, {"password": "s3cret"}) == "failed for ***: Connection refused DETAIL: x"
+    gone = "server closed the connection\n\tThis probably means the server terminated\n\tbefore the request."
+    assert scrub(gone, {}) == "server closed the connection"

@@ -172,7 +172,8 @@ def default_application_name(label: str) -> str:
 
 
 def scrub(text: str, params: Mapping[str, str]) -> str:
-    """The text without any secret of these parameters."""
+    """The text in one line, without any secret of these parameters and without libpq's advice: we give our own."""
+    text = re.sub(r"\n\t(?:Is the server running|This probably means)[^\n]*(?:\n\t[^\n]*)*", "", text)
     for key in _SECRETS:
         if secret := params.get(key):
             text = text.replace(secret, "***")

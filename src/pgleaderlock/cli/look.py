@@ -328,6 +328,13 @@ async def _nodes(
 
 # --- history
 
+
+def _unended(term: ledger.Term) -> str:
+    if term.ended_at is not None:
+        return "-"
+    return "leads" if term.silent_since is None else "silent"
+
+
 _TERMS = _Listing[ledger.Term](
     (
         _Column("epoch", lambda term: str(term.epoch), number=True),
@@ -336,7 +343,7 @@ _TERMS = _Listing[ledger.Term](
         _Column("began", lambda term: short_moment(term.began_at, narrow=True), wide=False),
         _Column("ended", lambda term: short_moment(term.ended_at), wide=True),
         _Column("lasted", lambda term: span(term.lasted_s), number=True),
-        _Column("end", lambda term: term.reason or ("leads" if term.ended_at is None else "-")),
+        _Column("end", lambda term: term.reason or _unended(term)),
         _Column("failover", lambda term: span(term.failover_s), number=True),
         _Column("shut", lambda term: span(term.shut_s or None), number=True, wide=True),
     ),

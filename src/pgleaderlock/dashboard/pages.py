@@ -624,7 +624,7 @@ def _nodes_page(data: Values, now_ms: int) -> Html:
 def _node(node: Values, now_ms: int) -> Values:
     state = node["state"]
     if state == "alive":
-        state = "shares its name" if node["name_shared"] else "live" if node["candidate"] else "looks on"
+        state = "shares its name" if node["name_shared"] else "alive" if node["candidate"] else "observes"
     return {**node, "key": node["session_id"], "state": state, "heard_ms": now_ms - node["heartbeat_age_ms"]}
 
 

@@ -209,6 +209,10 @@ SELECT t.namespace, t.role, t.epoch, t.node_id, t.holder_identity, t.began_at, t
        (extract(epoch FROM g.shut_at) * 1000)::bigint AS shut_ms,
        coalesce(g.gaps, '[]') AS gaps,
        (gap.s * 1000)::bigint AS gap_ms,
+       p.acts_to AS nobody_since,
+       CASE WHEN t.ended_at IS NULL AND NOT coalesce(
+                s.ended_at IS NULL AND clock_timestamp() - s.last_heartbeat <= make_interval(secs => s.lease_s), false)
+            THEN greatest(t.began_at, s.last_heartbeat) END AS silent_since,
        s.ended_at IS NULL AND clock_timestamp() - s.last_heartbeat <= make_interval(secs => s.lease_s) AS live,
        (extract(epoch FROM greatest(t.began_at, s.last_heartbeat)) * 1000)::bigint AS last_sign_ms
 FROM (
@@ -290,12 +294,16 @@ LIMIT %(page_size)s
 SELECT clock_timestamp() AS now
 
 -- name: history_changed_roles
--- The roles with a term that has ended lately, or one of them. Reads all terms of the namespace once: one query instead of
--- one per role.
+-- The roles with a term that has ended lately, or one of them; and those whose leader was not heard within its lease: if
+-- no node is left, nobody ends its term. Reads all terms of the namespace once: one query instead of one per role.
 SELECT t.role, coalesce(f.forgotten, false) AS forgotten
 FROM (
     SELECT o.role FROM pgleaderlock.terms o
-    WHERE o.namespace = %(namespace)s AND o.ended_at >= clock_timestamp() - make_interval(secs => %(since_s)s)
+    LEFT JOIN pgleaderlock.sessions s ON s.session_id = o.session_id AND o.ended_at IS NULL
+    WHERE o.namespace = %(namespace)s
+      AND (o.ended_at >= clock_timestamp() - make_interval(secs => %(since_s)s)
+           OR o.ended_at IS NULL AND NOT coalesce(
+               s.ended_at IS NULL AND clock_timestamp() - s.last_heartbeat <= make_interval(secs => s.lease_s), false))
       AND (%(role)s::text IS NULL OR o.role = %(role)s)
     GROUP BY o.role
 ) t

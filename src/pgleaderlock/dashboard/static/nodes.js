@@ -10,7 +10,7 @@ const NODES_MAX = 2000;
 function stateOf(node) {
   if (node.state !== "alive") return node.state;
   if (node.name_shared) return "shares its name";
-  return node.candidate ? "live" : "looks on";
+  return node.candidate ? "alive" : "observes";
 }
 
 const valuesOf = (node, nowMs) => ({ ...node, key: node.session_id, state: stateOf(node), heard_ms: nowMs - node.heartbeat_age_ms });
