@@ -103,6 +103,7 @@ async def test_a_role_that_was_just_given_up_for_another_is_left_to_it(
     found = await look(session, world, "l", "m", "new")
     assert {role: each.reserved for role, each in found.items()} == {"l": reserved, "m": False, "new": False}
     assert {role: each.ended for role, each in found.items()} == {"l": False, "m": False, "new": True}
+    assert not any(each.granted or each.for_us for each in found.values())
 
 
 async def test_a_reservation_that_is_over_or_of_another_namespace_counts_for_nothing(
