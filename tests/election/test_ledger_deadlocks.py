@@ -73,8 +73,6 @@ class Actor:
         by_lease = self.rng.random() < 0.5
         if by_lease:
             self.lease_take()
-            if self.rng.random() < 0.5:
-                self.lease.ask(ASLEEP, self.lease.session_id)
         else:
             self.bump()
         self.node.ask(
@@ -83,6 +81,8 @@ class Actor:
         )
         if self.rng.random() < 0.7:
             self.lease_end_term() if by_lease else self.end_term()
+        elif by_lease:
+            self.lease.conn.execute(ASLEEP, (self.lease.session_id,))
         for actor in (self, other):
             for node in (actor.node, actor.lease):
                 node.ask("SELECT set_config('session_replication_role', 'origin', false)")
@@ -95,12 +95,15 @@ class Actor:
 
     def bump(self) -> None:
         self.try_locks()
+        self.node.ask("SELECT count(*) FROM pgleaderlock.bump(%s, %s, %s, %s, 0, 'c')", *self._wanted(self.node))
+
+    def _wanted(self, node: LedgerNode) -> tuple[Any, ...]:
+        """All roles with their keys. One of them has a new name, perhaps."""
         roles = self.shuffled(ROLES)
-        keys = [self.node._keys(role, None) for role in roles]
-        self.node.ask(
-            "SELECT count(*) FROM pgleaderlock.bump(%s, %s, %s, %s, 0, 'c')",
-            self.node.session_id, roles, [key for key, _ in keys], [key for _, key in keys],
-        )  # fmt: skip
+        keys = [node._keys(role, None) for role in roles]
+        if self.rng.random() < 0.3:
+            roles[0] = "renamed"
+        return node.session_id, roles, [key for key, _ in keys], [key for _, key in keys]
 
     def tick(self) -> None:
         self.node.tick(*self.shuffled(ROLES))
@@ -213,14 +216,9 @@ class Actor:
             self._take()
 
     def _take(self) -> None:
-        """With the key of another role for one of them, perhaps: it has a new name."""
-        roles = self.shuffled(ROLES)
-        keys = [self.lease._keys(role, None) for role in roles]
-        if self.rng.random() < 0.3:
-            roles[0] = "renamed"
-        given = (self.lease.session_id, roles, [key for key, _ in keys], [key for _, key in keys])
-        self.lease.ask("SELECT pgleaderlock.lease_lock(%s, %s, %s, %s)", *given)
-        self.lease.ask("SELECT count(*) FROM pgleaderlock.bump(%s, %s, %s, %s, 0, 'c')", *given)
+        wanted = self._wanted(self.lease)
+        self.lease.ask("SELECT pgleaderlock.lease_lock(%s, %s, %s, %s)", *wanted)
+        self.lease.ask("SELECT count(*) FROM pgleaderlock.bump(%s, %s, %s, %s, 0, 'c')", *wanted)
 
     def lease_end_term(self) -> None:
         with self.lease.message():

@@ -94,11 +94,13 @@ LEASE_LOCK = _tests(
     "what_somebody_else_has_locked_is_not_locked_and_not_waited_for",
     "only_a_lease_that_is_recorded_for_this_backend_gets_locks",
 )
+LEASE_STATEMENT: Tests = ("tests/pg/test_lease_statements.py",)
 LEASE_RULES: Tests = ("tests/election/test_lease_rules.py",)
 LEASE_SESSION: Tests = ("tests/pg/test_lease_session.py",)
 LEASED_ROLES: Tests = ("tests/election/test_leased_roles.py",)
 GATES: Tests = ("tests/election/test_ledger_gates.py",)
 SLOTS: Tests = ("tests/election/test_ledger_slots.py",)
+TICKS = _tests("tests/election/test_once.py", "ticks_follow_the_local_day")
 
 PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
     "_election/role.py": {
@@ -227,6 +229,7 @@ FUNCTIONS: dict[Tests, tuple[str, ...]] = {
     LEASED_ROLES: ("bump",),
     GATES: ("report_gates",),
     SLOTS: ("claim_slot", "finish_slot"),
+    TICKS: ("tick_of",),
 }
 STATEMENTS: dict[str, dict[Tests, tuple[str, ...]]] = {
     "_pg/sql/ledger.sql": {
@@ -242,6 +245,7 @@ STATEMENTS: dict[str, dict[Tests, tuple[str, ...]]] = {
         )
     },
     "_pg/sql/lock.sql": {STATEMENT: ("take", "wait_for_lock")},
+    "_pg/sql/lease.sql": {LEASE_STATEMENT: ("lease_look", "lease_ended")},
 }
 
 
