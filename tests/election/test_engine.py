@@ -501,6 +501,17 @@ async def test_a_silent_session_that_looked_free_is_ended_where_that_is_asked_fo
         assert node.ledger.said("evict") == evicted
 
 
+async def test_a_lease_that_has_the_role_is_ended_when_it_was_silent_for_its_t_and_not_before(node: Node) -> None:
+    node.ledger.looks = [replace_look(hold="lease")]
+    await node.winning.try_locks()
+    node.clock.jump(LEASE_S - 0.1)
+    await node.win(replace(LOST, outcome="not_held"))
+    assert node.ledger.said("end_silent_lease") == []
+    node.clock.jump(0.2)
+    await node.win(replace(LOST, outcome="not_held"))
+    assert node.ledger.said("end_silent_lease") == [(40,)]
+
+
 async def test_looks_without_an_answer_are_told_after_t_and_once_until_one_is_answered(node: Node) -> None:
     first_at = node.clock.now()
     for _ in range(2):
