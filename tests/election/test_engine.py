@@ -93,6 +93,7 @@ class Script:
         self.asked_for: list[KeyPair | None] = []
         """The lock that each heartbeat asked for."""
         self.owns: dict[str, int] = {}
+        self.unanswered: str | None = None
         self.held: set[str] = set()
         """Roles whose rows somebody holds: their terms do not end."""
         self.takes_s = 0.0
@@ -483,6 +484,48 @@ async def test_a_silent_leader_is_ended_where_that_is_asked_for_and_not_before_t
         node.clock.jump(0.1)
         await node.winning.try_locks()
         assert node.ledger.said("evict") == evicted
+
+
+async def test_a_silent_session_that_looked_free_is_ended_where_that_is_asked_for() -> None:
+    """As it does to a lease, until the bump is refused."""
+    for settings, evicted in ((SETTINGS, []), (replace(SETTINGS, evict_stale=True), [(40,)])):
+        node = Node(settings)
+        node.ledger.looks = [replace_look(granted=True)]
+        await node.winning.try_locks()
+        await node.win(replace(LOST, outcome="not_held"))
+        node.clock.jump(2 * LEASE_S)
+        await node.win(replace(LOST, outcome="not_held"))
+        assert node.ledger.said("evict") == []
+        node.clock.jump(0.1)
+        await node.win(replace(LOST, outcome="not_held"))
+        assert node.ledger.said("evict") == evicted
+
+
+async def test_a_lease_that_has_the_role_is_ended_when_it_was_silent_for_its_t_and_not_before(node: Node) -> None:
+    node.ledger.looks = [replace_look(hold="lease")]
+    await node.winning.try_locks()
+    node.clock.jump(LEASE_S - 0.1)
+    await node.win(replace(LOST, outcome="not_held"))
+    assert node.ledger.said("end_silent_lease") == []
+    node.clock.jump(0.2)
+    await node.win(replace(LOST, outcome="not_held"))
+    assert node.ledger.said("end_silent_lease") == [(40,)]
+
+
+async def test_looks_without_an_answer_are_told_after_t_and_once_until_one_is_answered(node: Node) -> None:
+    first_at = node.clock.now()
+    for _ in range(2):
+        node.ledger.takes_s, node.ledger.unanswered = 1.0, "lost"
+        while node.clock.now() + 1.0 < first_at + SETTINGS.lease_s:
+            await node.winning.try_locks()
+            assert node.errors == []
+        for _ in range(3):
+            await node.winning.try_locks()
+        assert [type(error) for error in node.errors] == [ConnectionError]
+        assert "lost" in str(node.errors.pop())
+        node.ledger.unanswered = None
+        await node.winning.try_locks()
+        first_at = node.clock.now()
 
 
 # --- The heartbeat
