@@ -337,7 +337,9 @@ class Engine:
             return  # that term is over: the next one is not what was meant
         if role.driver.state is LockState.LEADER:
             role.ask_release()
-        if force:
+            if force:
+                role.hurry()
+        elif force:
             self._releases.stop_waiting([name])
         self._due.woken.set()
 

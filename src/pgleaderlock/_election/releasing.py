@@ -73,6 +73,7 @@ class Releases:
             for role in unbegun:
                 role.unlocked()
         await self._note("drain_began", {role.name: _why(role) for role in began if role.given_up})
+        self.stop_waiting([role.name for role in began if role.hurried_epoch == role.epoch])
         if board.forced:
             self.stop_waiting(self._going_on)
             await asyncio.sleep(0)

@@ -92,6 +92,8 @@ class Role:
         self.settled_told = False
         """The ledger has recorded that the term is settled."""
         self.release_asked = False
+        self.hurried_epoch: int | None = None
+        """The term whose release, once it has begun, does not wait for its work."""
         self.requests: list[Request] = []
         """The requests to step down that the release of this term will answer."""
         self.released_clean = True
@@ -230,6 +232,10 @@ class Role:
         self.release_asked = True
         if request is not None:
             self.requests.append(request)
+
+    def hurry(self) -> None:
+        """The release of the current term has not begun, and a caller has no more time for its work."""
+        self.hurried_epoch = self.epoch
 
     def drain(self, *, with_node: bool) -> None:
         """Give it up, and do not compete until it is resumed: this role alone, or with its node."""
