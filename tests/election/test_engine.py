@@ -869,6 +869,27 @@ async def test_a_drain_shuts_the_gate_at_once_and_wakes_the_engine_when_the_work
     assert node.engine._due.woken.is_set()
 
 
+async def test_a_caller_whose_time_is_over_before_the_release_has_begun_does_not_wait_for_the_work(node: Node) -> None:
+    """The engine may be waiting for an answer for longer than that."""
+    await node.leads("r", "s")
+    node.engine._ask_release("r", 8, force=True)
+    node.engine._ask_release("s", 8, force=False)
+    await node.releases.begin()
+    await asyncio.sleep(0)
+    await node.releases.finish()
+    assert node.ledger.said("end_terms") == [({"r": (8, False)},)]
+    node.releases.stop_waiting(["s"])
+    await asyncio.sleep(0)
+    await node.releases.finish()
+    # And it was that term which they had no time for: the next one's work is waited for.
+    await node.win(replace(CLEAN, epoch=9))
+    node.engine._ask_release("r", 9, force=False)
+    await node.releases.begin()
+    await asyncio.sleep(0)
+    await node.releases.finish()
+    assert node.ledger.said("end_terms")[2:] == []
+
+
 async def test_a_release_for_the_end_of_the_election_ends_stopped(node: Node) -> None:
     await node.leads("r")
     node.board.stopping = True
