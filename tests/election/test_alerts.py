@@ -26,6 +26,7 @@ from pgleaderlock.alerts import (
 from pgleaderlock.config import AlertRule
 from pgleaderlock.errors import ConfigurationError
 from pgleaderlock.metrics import ElectionMetrics
+from pgleaderlock.server.metrics import Metrics
 from support.deps import debian_tool
 from support.monitoring import queries
 from support.program import command
@@ -550,15 +551,20 @@ def test_durations_in_milliseconds_are_recorded_on_request(tmp_path: Path) -> No
     (tmp_path / "test.yml").write_text(yaml.safe_dump(test))
     done = promtool("test", "rules", tmp_path / "test.yml")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {f"pgleaderlock_{name}" for name in ("heartbeat_age_ms", "acquire_latency_ms", "heartbeat_update_ms")} == {
-        re.sub("(_ms)_.*", r"\1", rule["record"]) for rule in yaml.safe_load(recorded)["groups"][1]["rules"]
-    }
+    names = {re.sub("(_ms)_.*", r"\1", rule["record"]) for rule in yaml.safe_load(recorded)["groups"][1]["rules"]}
+    ours = {f"pgleaderlock_{name}" for name in ("heartbeat_age_ms", "acquire_latency_ms", "heartbeat_update_ms")}
+    assert names == ours | {"lock_op_latency_ms"}
 
 
 def test_every_bucket_is_recorded_in_milliseconds() -> None:
-    text = ElectionMetrics(LeaderElection("", "a", standalone=True), CollectorRegistry()).exposition().decode()
-    for metric in ("acquire_latency", "heartbeat_update"):
-        shown = re.findall(rf'pgleaderlock_{metric}_seconds_bucket{{le="(.*?)"', text)
+    election = ElectionMetrics(LeaderElection("", "a", standalone=True), CollectorRegistry()).exposition().decode()
+    lock_server = Metrics().exposition().decode()
+    for metric, text, labels in (
+        ("pgleaderlock_acquire_latency", election, ""),
+        ("pgleaderlock_heartbeat_update", election, ""),
+        ("lock_op_latency", lock_server, ',op="renew"'),
+    ):
+        shown = re.findall(rf'{metric}_seconds_bucket{{le="([^"]*)"{labels}', text)
         recorded = re.findall(rf"{metric}_seconds_bucket{{le=\\\"(.*?)\\\"}}", rules_yaml([], ms_names=True))
         assert recorded == shown
 

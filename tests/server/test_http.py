@@ -395,5 +395,5 @@ def test_the_metrics_move_on_every_path(tmp_path: Path) -> None:
         "get": 1,
         "list": 1,
     }.items():
-        assert moved[f'lock_op_latency_ms_count{{op="{op}"}}'] == times
+        assert moved[f'lock_op_latency_seconds_count{{op="{op}"}}'] == times
     assert {'lock_db_busy_total{op="acquire"}', "locks_held"} <= set(after)

@@ -75,9 +75,9 @@ METRICS = (
 )
 # Names of the same durations in milliseconds, as other designs have them. Nodes do not export them, because Prometheus
 # wants base units; recording rules can (`alerts export --ms-names`).
-MS_NAMES = {
-    f"{PREFIX}{name}_ms": f"{PREFIX}{name}_seconds" for name in ("heartbeat_age", "acquire_latency", "heartbeat_update")
-}
+# The last one is the lock server's.
+_TIMED = (f"{PREFIX}heartbeat_age", f"{PREFIX}acquire_latency", f"{PREFIX}heartbeat_update", "lock_op_latency")
+MS_NAMES = {f"{name}_ms": f"{name}_seconds" for name in _TIMED}
 BUCKETS_S = {
     f"{PREFIX}acquire_latency_seconds": (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.0, 10.0),
     f"{PREFIX}failover_seconds": (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
@@ -96,6 +96,7 @@ BUCKETS_S = {
         3.0,
         10.0,
     ),
+    "lock_op_latency_seconds": (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 60.0),
 }
 
 

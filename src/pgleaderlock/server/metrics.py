@@ -13,16 +13,18 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from pgleaderlock._election.metric_table import BUCKETS_S
 from pgleaderlock.server.store import Found
 
-__all__ = ["CONTENT_TYPE", "LATENCY_BUCKETS_MS", "OPERATIONS", "RESULTS", "Metrics"]
+__all__ = ["CONTENT_TYPE", "OPERATIONS", "RESULTS", "Metrics"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 COUNTED = ("acquire", "renew", "release")
 RESULTS = ("success", "fail", "busy")
 # A parked acquire is measured on its own: it takes as long as its client asked for.
 OPERATIONS = (*COUNTED, "acquire_wait", "batch", "get", "list", "break")
-LATENCY_BUCKETS_MS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 250.0, 500.0, 1_000.0, 5_000.0, 60_000.0)
+LATENCY = "lock_op_latency_seconds"
+BOUNDS_S = BUCKETS_S[LATENCY]
 
 
 class Metrics(Collector):
@@ -33,8 +35,8 @@ class Metrics(Collector):
         self._found = found or Found("")
         self._results = {(op, result): 0 for op in COUNTED for result in RESULTS}
         self._db_busy = dict.fromkeys(OPERATIONS, 0)
-        self._latency_buckets = {op: [0] * (len(LATENCY_BUCKETS_MS) + 1) for op in OPERATIONS}
-        self._latency_sum_ms = dict.fromkeys(OPERATIONS, 0.0)
+        self._latency_buckets = {op: [0] * (len(BOUNDS_S) + 1) for op in OPERATIONS}
+        self._latency_sum_s = dict.fromkeys(OPERATIONS, 0.0)
         self.locks_held = 0
         self.lock_expired = 0
         self._registry = CollectorRegistry(auto_describe=False)
@@ -46,9 +48,9 @@ class Metrics(Collector):
     def count_busy(self, op: str) -> None:
         self._db_busy[op] += 1
 
-    def observe(self, op: str, latency_ms: float) -> None:
-        self._latency_buckets[op][bisect_left(LATENCY_BUCKETS_MS, latency_ms)] += 1
-        self._latency_sum_ms[op] += latency_ms
+    def observe(self, op: str, latency_s: float) -> None:
+        self._latency_buckets[op][bisect_left(BOUNDS_S, latency_s)] += 1
+        self._latency_sum_s[op] += latency_s
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)
@@ -71,13 +73,13 @@ class Metrics(Collector):
         yield GaugeMetricFamily("lock_store_damaged", "Whether the store was damaged when it was opened", lost)
 
     def _latency(self) -> HistogramMetricFamily:
-        family = HistogramMetricFamily("lock_op_latency_ms", "Time an operation took in the server", labels=["op"])
-        bounds = [*(str(bound) for bound in LATENCY_BUCKETS_MS), "+Inf"]
+        family = HistogramMetricFamily(LATENCY, "Time an operation took in the server", labels=["op"])
+        bounds = [*(str(bound) for bound in BOUNDS_S), "+Inf"]
         for op, counts in self._latency_buckets.items():
             total = 0
             buckets = []
             for bound, count in zip(bounds, counts, strict=True):
                 total += count
                 buckets.append((bound, float(total)))
-            family.add_metric([op], buckets, self._latency_sum_ms[op])
+            family.add_metric([op], buckets, self._latency_sum_s[op])
         return family

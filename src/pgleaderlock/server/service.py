@@ -158,7 +158,7 @@ class Service:
             asked.told(self._answer_to(asked.operation, outcome))
         finally:
             op = _OPS[type(asked.operation)]
-            self._metrics.observe(asked.measured_as, latency_ms)
+            self._metrics.observe(asked.measured_as, latency_ms / 1000)
             if isinstance(outcome, StoreBusy):
                 self._metrics.count(op, "busy")
                 self._metrics.count_busy(asked.measured_as)
@@ -234,7 +234,7 @@ class Service:
                 self._metrics.count(_OPS[type(operation)], "fail")
             raise self._unavailable(error) from error
         finally:
-            self._metrics.observe("batch", (time.perf_counter() - began) * 1000)
+            self._metrics.observe("batch", time.perf_counter() - began)
         results = []
         in_order = iter(outcomes)
         latency_ms = (time.perf_counter() - began) * 1000
@@ -294,7 +294,7 @@ class Service:
         except StoreError as error:
             raise self._unavailable(error) from error
         finally:
-            self._metrics.observe(op, (time.perf_counter() - began) * 1000)
+            self._metrics.observe(op, time.perf_counter() - began)
 
     async def check_ready(self) -> None:
         """Raises `Refusal` 503 unless an acquire would work."""
