@@ -83,7 +83,7 @@ async def stops(dsn: str) -> list[Figure]:
     """From SIGTERM to the leader until another process holds its lock, for each framework's example."""
     await migrate(dsn)
     database = {f"DB_{name.upper()}": str(value) for name, value in conninfo_to_dict(dsn).items()}
-    async with redis() as port:
+    async with redis() as (port, _):
         broker = f"redis://127.0.0.1:{port}"
         env = {
             **os.environ,

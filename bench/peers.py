@@ -71,7 +71,8 @@ async def lock_server(store: str, *options: str) -> AsyncIterator[tuple[str, int
 
 
 @contextlib.asynccontextmanager
-async def etcd() -> AsyncIterator[str]:
+async def etcd() -> AsyncIterator[tuple[str, int]]:
+    """Its address and its pid."""
     tool = provide("etcd-server")
     client, peer = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="pgl-etcd-") as folder:
@@ -80,19 +81,20 @@ async def etcd() -> AsyncIterator[str]:
         command += ["--listen-client-urls", url, "--advertise-client-urls", url]
         command += ["--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url]
         command += ["--initial-cluster", f"default={peer_url}"]
-        async with running(command, client, {**tool.env, "ETCD_UNSUPPORTED_ARCH": ""}):
-            yield url
+        async with running(command, client, {**tool.env, "ETCD_UNSUPPORTED_ARCH": ""}) as pid:
+            yield url, pid
 
 
 @contextlib.asynccontextmanager
-async def redis() -> AsyncIterator[int]:
+async def redis() -> AsyncIterator[tuple[int, int]]:
+    """Its port and its pid."""
     tool = provide("redis-server")
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="pgl-redis-") as folder:
         command = [str(tool.path), "--port", str(port), "--bind", "127.0.0.1", "--dir", folder]
         command += ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
-        async with running(command, port, tool.env):
-            yield port
+        async with running(command, port, tool.env) as pid:
+            yield port, pid
 
 
 class Wrk:

@@ -95,7 +95,7 @@ async def acquire(_dsn: str) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         store = f"sqlite:///{folder}/locks.db"
         # The batches alone make more than a million of them.
-        async with lock_server(store, "--max-locks", "100000000") as (url, _pid), etcd() as etcd_url:
+        async with lock_server(store, "--max-locks", "100000000") as (url, _pid), etcd() as (etcd_url, _):
             sides = {
                 "single": lambda block: Wrk(_ACQUIRE % (TTL_MS, f"a{block}")).run(url, CONNECTIONS, BLOCK_S),
                 "batched": lambda block: Wrk(_BATCH % (BATCH, f"b{block}", TTL_MS)).run(url, CONNECTIONS, BLOCK_S),
@@ -179,7 +179,7 @@ async def _store_rate(store: Store, prefix: str) -> float:
 async def cycle(_dsn: str) -> Figure:
     """Acquire and release, one blocking client after the other in turns: ours, and redis-py's Lock."""
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
-        async with lock_server(f"sqlite:///{folder}/locks.db") as (url, _pid), redis() as port:
+        async with lock_server(f"sqlite:///{folder}/locks.db") as (url, _pid), redis() as (port, _):
 
             def our_block() -> float:
                 with LockClient(url) as client:
@@ -220,29 +220,35 @@ async def peers(_dsn: str) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         store = f"sqlite:///{folder}/locks.db"
         async with (
-            lock_server(store, "--max-locks", "100000000") as (url, _pid),
-            redis() as redis_port,
-            etcd() as etcd_url,
+            lock_server(store, "--max-locks", "100000000") as (url, pid),
+            redis() as (redis_port, redis_pid),
+            etcd() as (etcd_url, etcd_pid),
         ):
-            sides_of: dict[str, rivals.Rival] = {
-                "ours": rivals.Ours(url),
-                "Redis with fencing": rivals.Redis(redis_port, fenced=True),
-                "Redis without": rivals.Redis(redis_port, fenced=False),
-                "etcd": rivals.Etcd(etcd_url),
+            sides_of: dict[str, tuple[rivals.Rival, int]] = {
+                "ours": (rivals.Ours(url), pid),
+                "Redis with fencing": (rivals.Redis(redis_port, fenced=True), redis_pid),
+                "Redis without": (rivals.Redis(redis_port, fenced=False), redis_pid),
+                "etcd": (rivals.Etcd(etcd_url), etcd_pid),
             }
             for connections, releases, limit in PEER_LIMITS:
                 kind = "cycle" if releases else "fresh"
                 what = "acquire + release cycles" if releases else "fresh acquires"
+                cpu_us: dict[str, list[float]] = {name: [] for name in sides_of}
                 sides = {
-                    name: _peer(each, f"{kind}{connections}", connections, releases) for name, each in sides_of.items()
+                    name: _peer(
+                        *each, cpu_us[name], prefix=f"{kind}{connections}", connections=connections, releases=releases
+                    )
+                    for name, each in sides_of.items()
                 }
                 rates = await in_turns(sides, PEER_BLOCKS)
-                others = ", ".join(f"{name} {median(rates[name]):,.0f}/s" for name in sides_of if name != "ours")
+                told = {name: f"{median(rates[name]):,.0f}/s ({median(cpu_us[name]):.0f} µs)" for name in sides_of}
+                others = ", ".join(f"{name} {told[name]}" for name in sides_of if name != "ours")
                 figures.append(
                     Figure(
                         f"{what}/s over Redis, {connections} connections",
-                        f"{median(rates['ours']):,.0f}/s",
-                        f"{others}; {PEER_BLOCKS} blocks of {PEER_BLOCK_S:g} s",
+                        told["ours"],
+                        f"{others}; in brackets the server's CPU time for each; "
+                        f"{PEER_BLOCKS} blocks of {PEER_BLOCK_S:g} s",
                         ratio(rates["ours"], rates["Redis with fencing"]),
                         limit,
                         at_least=True,
@@ -251,11 +257,26 @@ async def peers(_dsn: str) -> list[Figure]:
     return figures
 
 
-def _peer(each: rivals.Rival, prefix: str, connections: int, releases: bool) -> Callable[[int], Awaitable[float]]:
+def _peer(
+    each: rivals.Rival, pid: int, cpu_us: list[float], *, prefix: str, connections: int, releases: bool
+) -> Callable[[int], Awaitable[float]]:
+    """One side's blocks. Also notes the server's CPU time per grant, which a busy machine changes less than a rate."""
     name = type(each).__name__ + ("f" if getattr(each, "_fenced", False) else "")
-    return lambda block: asyncio.to_thread(
-        rivals.rate, each, f"{name}-{prefix}-{block}", connections, PEER_BLOCK_S, releases=releases
-    )
+
+    async def block(number: int) -> float:
+        began, before_s = time.perf_counter(), _cpu_s(pid)
+        rate = await asyncio.to_thread(
+            rivals.rate, each, f"{name}-{prefix}-{number}", connections, PEER_BLOCK_S, releases=releases
+        )
+        cpu_us.append((_cpu_s(pid) - before_s) / (rate * (time.perf_counter() - began)) * 1e6)
+        return rate
+
+    return block
+
+
+def _cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 async def many_locks(_dsn: str) -> list[Figure]:

@@ -635,7 +635,7 @@ async def test_a_log_that_grew_behind_a_reader_is_short_again_when_that_has_gone
         other = apsw.Connection(str(path))
         other.execute("BEGIN")
         assert other.execute("SELECT count(*) FROM locks").get == 0
-        await many(100)
+        await many(200)
         grown = log.stat().st_size
         other.close(True)
         async with asyncio.timeout(PATIENCE_S):

@@ -391,6 +391,25 @@ async def test_a_database_of_another_program_is_left_as_it_is(path: Path) -> Non
     assert path.read_bytes() == before
 
 
+async def test_a_file_with_pages_of_an_earlier_size_keeps_them_and_is_served(
+    opened: OpenStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(_sqlite_file, "PAGE_BYTES", 1024)
+        async with opened() as store:
+            first = await acquired(store, "a")
+    async with opened() as store:
+        assert (await held(store, "a")).current_owner_id == "alice"
+        assert await store.submit([release_of(first)]) == [Released()]
+        for number in range(100):
+            await acquired(store, f"b-{number}")
+        assert (await acquired(store, "a")).fencing_token == first.fencing_token + 1
+    connection = apsw.Connection(str(path))
+    assert connection.execute("PRAGMA page_size").get == 1024
+    assert connection.execute("PRAGMA integrity_check").get == "ok"
+    connection.close()
+
+
 async def test_a_file_of_a_newer_version_is_left_as_it_is(opened: OpenStore, path: Path) -> None:
     async with opened():
         pass
