@@ -19,7 +19,7 @@ from pgleaderlock._election.ledger import Ledger
 from pgleaderlock.embedded import EmbeddedPostgres
 from support.pgbouncer import PoolMode, pooler
 from support.proxy import Proxy
-from support.servers import throwaway, wait_until_nothing_left
+from support.servers import remove_template, throwaway, wait_until_nothing_left
 
 # What runs in the background of a script ignores Ctrl-C, what runs under nohup the end of its terminal; and so would
 # every program that a test starts and signals.
@@ -59,6 +59,11 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     _forbid_skip(report)
     return report
+
+
+def pytest_unconfigure() -> None:
+    """The servers have ended: they belong to fixtures."""
+    remove_template()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
