@@ -28,6 +28,7 @@ class Session:
         self.asked: list[tuple[tuple[str, ...], dict[str, Any]]] = []
         self.key, self.asked_again, self.opened = "secret", False, False
         self.doubts: list[str] = []
+        self.unanswered: str | None = None
 
     async def rows(self, name: str, *how: Any, **params: Any) -> list[Any]:
         self.asked.append(((*(word for word in how if isinstance(word, str)), name), params))
