@@ -94,6 +94,7 @@ class Script:
         """The lock that each heartbeat asked for."""
         self.owns: dict[str, int] = {}
         self.unanswered: str | None = None
+        self.silent_at = NEVER
         self.held: set[str] = set()
         """Roles whose rows somebody holds: their terms do not end."""
         self.takes_s = 0.0
@@ -510,6 +511,12 @@ async def test_a_lease_that_has_the_role_is_ended_when_it_was_silent_for_its_t_a
     node.clock.jump(0.2)
     await node.win(replace(LOST, outcome="not_held"))
     assert node.ledger.said("end_silent_lease") == [(40,)]
+
+
+async def test_a_standby_looks_again_when_a_lease_will_have_been_silent_for_its_t(node: Node) -> None:
+    usual_at = await node.winning.try_locks()
+    node.ledger.silent_at = usual_at - 0.01
+    assert await node.winning.try_locks() == node.ledger.silent_at
 
 
 async def test_looks_without_an_answer_are_told_after_t_and_once_until_one_is_answered(node: Node) -> None:

@@ -115,6 +115,19 @@ async def test_a_lease_is_silent_for_its_own_t_after_the_first_look_that_showed_
     assert await node.bumps() == {OTHER: 7}
 
 
+async def test_the_next_look_is_due_when_the_first_of_the_leases_will_have_been_silent_for_its_t(node: Node) -> None:
+    seen_at = node.clock.now()
+    await node.look(row(61, lease_s=1.0, hold="session"))
+    assert node.ledger.silent_at == float("inf")
+    rows = [row(), row(60, roles="2:5", lease_s=LEASE_S + 1)]
+    await node.look(*rows)
+    assert node.ledger.silent_at == seen_at + LEASE_S
+    assert await silent(node, *rows) == {OTHER: 7}
+    assert node.ledger.silent_at == seen_at + LEASE_S + 1
+    await node.look(row(beat=8, gone=True))
+    assert node.ledger.silent_at == float("inf")
+
+
 async def silent(node: Node, *rows: tuple[Any, ...]) -> dict[int, int]:
     """What is silent after three looks that show the same, over T."""
     for after_s in (0.0, GAP_S, GAP_S, LEASE_S - 2 * GAP_S):

@@ -150,7 +150,7 @@ class LeaseLedger(Ledger):
         """Who has been heard since the last look, and who has been silent for too long."""
         now = self._clock.now()
         unbroken, self._looked_at = now - self._looked_at <= self._gap_s, now
-        heard, self._heard, self._silent = self._heard, {}, {}
+        heard, self._heard, self._silent, self.silent_at = self._heard, {}, {}, float("inf")
         for session_id, _, _, holder in rows:
             if holder is None:
                 continue
@@ -159,8 +159,11 @@ class LeaseLedger(Ledger):
                 known = _Heard(holder["beat"], now)
             self._heard[session_id] = known
             leased = holder["hold"] == "lease" and not holder["gone"] and session_id != self.session_id
-            if leased and now - known.silent_since >= holder["lease_s"]:
+            silent_at = known.silent_since + holder["lease_s"]
+            if leased and now >= silent_at:
                 self._silent[session_id] = known.beat
+            elif leased:
+                self.silent_at = min(self.silent_at, silent_at)
 
     def _seems_free(self, look: Look) -> bool:
         if look.reserved:

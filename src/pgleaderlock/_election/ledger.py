@@ -170,6 +170,8 @@ class Ledger:
         """Of the ledger: it may be upgraded while this session lasts, and each heartbeat looks."""
         self.unanswered: str | None = None
         """Why the last look got no answer. A session that gets none has ended; a lease goes on."""
+        self.silent_at = float("inf")
+        """When the first of the leases that were seen will have been silent for its T: time for a look."""
 
     @property
     def records_gates(self) -> bool:

@@ -74,7 +74,7 @@ class Winning:
             if not role.holds_lock:
                 self._owner.notify(Attempted(role.name, "held"))
         self._board.tries([role for role in trying if role.holds_lock])
-        due_at = min(due_at, self._balancing.saw(self.wanted, seen_at))
+        due_at = min(due_at, ledger.silent_at, self._balancing.saw(self.wanted, seen_at))
         if self._settings.standby_wait_s > 0:
             due_at = await self._wait_at_the_server(ledger, due_at)
         if self._settings.evict_stale:
