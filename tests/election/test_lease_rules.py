@@ -179,7 +179,9 @@ async def test_only_time_in_which_the_looks_were_answered_counts(
 async def test_a_look_without_an_answer_shows_nothing_and_is_no_look(node: Node) -> None:
     await node.look(row(lease_s=GAP_S + 1))
     node.clock.jump(GAP_S)
+    node.session.unanswered = "lost"
     assert await node.look() == []
+    assert node.ledger.unanswered == "lost"
     node.clock.jump(1.0)
     assert await node.free(row(lease_s=GAP_S + 1)) == set(), "the silence begins anew"
 
