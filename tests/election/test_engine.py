@@ -513,6 +513,29 @@ async def test_a_lease_that_has_the_role_is_ended_when_it_was_silent_for_its_t_a
     assert node.ledger.said("end_silent_lease") == [(40,)]
 
 
+async def test_who_was_cut_off_counts_the_silence_of_a_lease_anew(node: Node) -> None:
+    node.ledger.looks = [replace_look(hold="lease")]
+    await node.winning.try_locks()
+    node.clock.jump(LEASE_S - 0.1)
+    node.ledger = Script(node.clock)
+    node.board.ledger = cast("Ledger", node.ledger)
+    node.ledger.looks = [replace_look(hold="lease")]
+    await node.winning.try_locks()
+    node.clock.jump(LEASE_S - 0.1)
+    await node.win(replace(LOST, outcome="not_held"))
+    assert node.ledger.said("end_silent_lease") == []
+    node.clock.jump(0.2)
+    await node.win(replace(LOST, outcome="not_held"))
+    assert node.ledger.said("end_silent_lease") == [(40,)]
+
+
+async def test_the_next_try_is_due_when_a_role_has_rested_and_not_at_once_when_it_has(node: Node) -> None:
+    node.s.not_before = node.clock.now() + DELAY_S[0] / 2
+    assert await node.winning.try_locks() == node.s.not_before
+    node.s.not_before = node.clock.now()
+    assert await node.winning.try_locks() > node.clock.now()
+
+
 async def test_a_standby_looks_again_when_a_lease_will_have_been_silent_for_its_t(node: Node) -> None:
     usual_at = await node.winning.try_locks()
     node.ledger.silent_at = usual_at - 0.01
