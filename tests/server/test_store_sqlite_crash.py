@@ -106,11 +106,14 @@ LOG_FRAME_BYTES = 24 + file.PAGE_BYTES
 
 
 def used_bytes(log: bytes) -> int:
-    """How long the part of the log is that counts: the pages whose salts are those of its header."""
+    """How long the part of the log is that counts: the pages whose salts are those of its header.
+
+    The last one may be torn by the power cut.
+    """
     at = file.LOG_HEADER_BYTES
     while log[at + 8 : at + 16] == log[16:24]:
         at += LOG_FRAME_BYTES
-    return at
+    return min(at, len(log))
 
 
 def damaged(log: bytes, chance: random.Random) -> tuple[str, bytes]:
