@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from typing import Protocol
@@ -17,6 +18,7 @@ from pgleaderlock import LeaderElection
 from pgleaderlock._election.lease import LeaseLedger
 from pgleaderlock._election.ledger import Ledger
 from pgleaderlock.embedded import EmbeddedPostgres
+from support.elections import ledger_dsns
 from support.pgbouncer import PoolMode, pooler
 from support.proxy import Proxy
 from support.servers import remove_template, throwaway, wait_until_nothing_left
@@ -122,6 +124,24 @@ def nothing_left(postgres: EmbeddedPostgres) -> Iterator[None]:
 def dsn(postgres: EmbeddedPostgres, nothing_left: None) -> str:
     """The superuser's DSN of this process's server. One database for all tests: use lock names of your own."""
     return postgres.dsn
+
+
+@pytest.fixture
+def superuser(dsn: str) -> str:
+    """The database with the ledger, for looks and for an operator's hand."""
+    return ledger_dsns(dsn)["superuser"]
+
+
+@pytest.fixture
+def node_dsn(dsn: str) -> str:
+    """What nodes connect to it with: a role that has what `migrate --grant-to` gives."""
+    return ledger_dsns(dsn)["plain"]
+
+
+@pytest.fixture
+def role() -> str:
+    """A name that no other test uses."""
+    return f"role-{uuid.uuid4().hex[:12]}"
 
 
 class StartServer(Protocol):

@@ -26,11 +26,6 @@ QUICK = ("--health-interval", "100ms", "--late-threshold", "600ms", "--session-l
 
 
 @pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
 def plain(dsn: str) -> str:
     return ledger_dsns(dsn)["plain"]
 

@@ -52,11 +52,6 @@ def plain(dsn: str) -> str:
 
 
 @pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
 def space() -> str:
     return f"ops-{uuid.uuid4().hex[:12]}"
 

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,18 +28,8 @@ Writer = Callable[..., str]
 
 
 @pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
 def plain(dsn: str) -> str:
     return ledger_dsns(dsn)["plain"]
-
-
-@pytest.fixture
-def role() -> str:
-    return f"file-{uuid.uuid4().hex[:12]}"
 
 
 @pytest.fixture

@@ -17,11 +17,6 @@ ROLES = 20
 
 
 @pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
 def space() -> str:
     """A namespace of the test's own: whoever is in it shares."""
     return f"shared-{uuid.uuid4().hex[:8]}"

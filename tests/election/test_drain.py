@@ -32,28 +32,12 @@ from support.elections import (
     end_session,
     holding,
     last_session,
-    ledger_dsns,
     one,
     opens,
     until,
 )
 
 pytestmark = pytest.mark.usefixtures("hold")
-
-
-@pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
-def node_dsn(dsn: str) -> str:
-    return ledger_dsns(dsn)["plain"]
-
-
-@pytest.fixture
-def role() -> str:
-    return f"drain-{uuid.uuid4().hex[:12]}"
 
 
 def leader_row(superuser: str, role: str) -> dict[str, Any]:

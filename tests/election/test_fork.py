@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"
 @pytest.fixture
 def ledger(dsn: str) -> str:
     return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
-def role() -> str:
-    return f"fork-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture

@@ -52,11 +52,6 @@ def ledger(dsn: str) -> str:
 
 
 @pytest.fixture
-def role() -> str:
-    return f"lead-{uuid.uuid4().hex[:8]}"
-
-
-@pytest.fixture
 def records() -> Iterator[list[logging.LogRecord]]:
     with captured_log() as found:
         yield found

@@ -51,16 +51,6 @@ StartProxy = Callable[[str], Awaitable[Proxy]]
 
 
 @pytest.fixture
-def role() -> str:
-    return f"role-{uuid.uuid4()}"
-
-
-@pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
 def pooled(dsn: str, pgbouncer: StartPooler) -> str:
     """Through a pool of two backends, for a role with the grants alone."""
     return pgbouncer(ledger_dsns(dsn)["plain"], "transaction", default_pool_size="2")

@@ -40,18 +40,8 @@ COLUMN = {
 
 
 @pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
 def plain(dsn: str) -> str:
     return ledger_dsns(dsn)["plain"]
-
-
-@pytest.fixture
-def role() -> str:
-    return f"least-{uuid.uuid4().hex[:12]}"
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The log of an election: each transition is one line that says role, scope key, holder, epoch and reason."""
 
 import logging
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +19,6 @@ TRANSITIONS = ("leadership_acquired", "leadership_lost", "leadership_released", 
 @pytest.fixture
 def ledger(dsn: str) -> str:
     return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
-def role() -> str:
-    return f"log-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture

@@ -19,11 +19,6 @@ from support.server_side import holders
 
 
 @pytest.fixture
-def node_dsn(dsn: str) -> str:
-    return ledger_dsns(dsn)["plain"]
-
-
-@pytest.fixture
 def roles() -> list[str]:
     name = uuid.uuid4().hex[:12]
     return [f"look-{name}-a", f"look-{name}-b"]

@@ -27,7 +27,6 @@ from support.elections import (
     admin,
     bounded,
     end_leader,
-    ledger_dsns,
     one,
     opens,
     until,
@@ -36,21 +35,6 @@ from support.elections import (
 pytestmark = pytest.mark.usefixtures("hold")
 
 POLITE = {"acquire_delay_s": (4.0, 5.0)}
-
-
-@pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
-def node_dsn(dsn: str) -> str:
-    return ledger_dsns(dsn)["plain"]
-
-
-@pytest.fixture
-def role() -> str:
-    return f"seen-{uuid.uuid4().hex[:12]}"
 
 
 class Journal(ElectionObserver):

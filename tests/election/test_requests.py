@@ -23,7 +23,6 @@ from support.elections import (
     end_session,
     holding,
     last_session,
-    ledger_dsns,
     one,
     opens,
     somebody_acts,
@@ -38,16 +37,6 @@ LAST_BEAT = (
     " AND (hold = 'lease' OR EXISTS (SELECT FROM pg_stat_get_activity(s.backend_pid)))"
 )
 SLOW = {**PATIENT, "acquire_delay_s": (0.4, 0.5), "listen_channel": None}
-
-
-@pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
-def node_dsn(dsn: str) -> str:
-    return ledger_dsns(dsn)["plain"]
 
 
 @pytest.fixture

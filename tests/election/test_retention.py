@@ -10,20 +10,10 @@ import pytest
 
 from pgleaderlock import ConfigurationError, LeaderElection
 from pgleaderlock._election import engine, ledger
-from support.elections import STEADY, admin, ledger_dsns, one, opens, until
+from support.elections import STEADY, admin, one, opens, until
 
 OLD = "clock_timestamp() - interval '31 days'"
 NEW = "clock_timestamp() - interval '29 days'"
-
-
-@pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
-def node_dsn(dsn: str) -> str:
-    return ledger_dsns(dsn)["plain"]
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from support.elections import (
     Story,
     bounded,
     holding,
-    ledger_dsns,
     one,
     opens,
     reading,
@@ -37,21 +36,6 @@ from support.elections import (
 from support.server_side import holders
 
 pytestmark = pytest.mark.usefixtures("hold")
-
-
-@pytest.fixture
-def superuser(dsn: str) -> str:
-    return ledger_dsns(dsn)["superuser"]
-
-
-@pytest.fixture
-def node_dsn(dsn: str) -> str:
-    return ledger_dsns(dsn)["plain"]
-
-
-@pytest.fixture
-def role() -> str:
-    return f"comes-{uuid.uuid4().hex[:12]}"
 
 
 class Away:

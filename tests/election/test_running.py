@@ -64,21 +64,10 @@ pytestmark = pytest.mark.usefixtures("hold")
 POLITE = {"acquire_delay_s": (4.0, 5.0)}
 
 
-@pytest.fixture
-def superuser(dsn: str) -> str:
-    """The database with the ledger, for looks and for an operator's hand."""
-    return ledger_dsns(dsn)["superuser"]
-
-
 @pytest.fixture(params=["plain", "superuser"][: count(1, 2)])
 def node_dsn(request: pytest.FixtureRequest, dsn: str) -> str:
     """What the nodes connect with."""
     return ledger_dsns(dsn)[request.param]
-
-
-@pytest.fixture
-def role() -> str:
-    return f"role-{uuid.uuid4().hex[:12]}"
 
 
 # --- Starting and stopping

@@ -29,11 +29,6 @@ def ledger(dsn: str) -> str:
 
 
 @pytest.fixture
-def role() -> str:
-    return f"role-{uuid.uuid4()}"
-
-
-@pytest.fixture
 def other_role() -> str:
     return f"role-{uuid.uuid4()}"
 

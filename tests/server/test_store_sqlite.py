@@ -7,8 +7,6 @@ import itertools
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +49,11 @@ from support.fakes import FakeClock
 from support.stores import (
     PATIENCE_S,
     Blocked,
+    OpenStore,
     acquired,
     all_is_quiet,
     held,
+    read,
     release_of,
     renew_of,
     stand_still_until,
@@ -61,61 +61,9 @@ from support.stores import (
     turns_of_the_loop,
     until_waiting,
     waited,
+    write,
 )
 from support.torn_disk import Disk
-
-USER = Path(__file__).parents[1] / "support" / "store_user.py"
-OpenStore = Callable[..., AbstractAsyncContextManager[SqliteStore]]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "locks.db"
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def opened(path: Path, clock: FakeClock) -> OpenStore:
-    @asynccontextmanager
-    async def open_it(**options: Any) -> AsyncIterator[SqliteStore]:
-        store = SqliteStore(options.pop("path", path), **{"clock": clock, **options})
-        await store.open()
-        try:
-            yield store
-        finally:
-            await store.close()
-
-    return open_it
-
-
-@pytest.fixture
-def disk() -> Any:
-    disk = Disk()
-    yield disk
-    disk.unregister()
-
-
-def read(path: Path, query: str, *values: Any) -> Any:
-    """One value out of the file, past the store."""
-    connection = apsw.Connection(str(path))
-    try:
-        return connection.execute(query, values).get
-    finally:
-        connection.close()
-
-
-def write(path: Path, statement: str) -> None:
-    """Somebody changes the file while no store uses it."""
-    connection = apsw.Connection(str(path))
-    try:
-        connection.execute(statement)
-    finally:
-        connection.close()
-
 
 # --- Durable, or refused
 

@@ -23,16 +23,17 @@ from pgleaderlock.server.sqlite.store import SqliteStore
 from pgleaderlock.server.store import Acquire, Granted, StoreError
 from support.counts import count
 from support.fencing import database
-from support.stores import acquired, all_is_quiet, release_of, waited
+from support.stores import STORE_USER, acquired, all_is_quiet, release_of, waited
 from support.torn_disk import Disk
 
 Stored = Callable[[], dict[str, tuple[int, str | None]]]
-USER = Path(__file__).parents[1] / "support" / "store_user.py"
 
 
 def killed_hammer(path: Path | str, seed: int) -> list[dict[str, Any]]:
     """Runs a process that hammers the store, kills it at a random moment, and gives what it had been told."""
-    with subprocess.Popen([sys.executable, str(USER), "hammer", str(path), str(seed)], stdout=subprocess.PIPE) as user:
+    with subprocess.Popen(
+        [sys.executable, str(STORE_USER), "hammer", str(path), str(seed)], stdout=subprocess.PIPE
+    ) as user:
         assert user.stdout is not None
         first = user.stdout.readline()
         time.sleep(random.Random(seed).uniform(0.0, 0.3))  # the moment itself is what is tried

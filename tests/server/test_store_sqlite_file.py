@@ -11,8 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,9 @@ from pgleaderlock.server.store import Acquire, Granted, Held, Released, StoreBus
 from support.fakes import FakeClock
 from support.stores import (
     PATIENCE_S,
+    STORE_USER,
     Blocked,
+    OpenStore,
     acquired,
     all_is_quiet,
     held,
@@ -38,63 +38,9 @@ from support.stores import (
     turns_of_the_loop,
     until_waiting,
     waited,
+    write,
 )
 from support.torn_disk import Disk
-
-USER = Path(__file__).parents[1] / "support" / "store_user.py"
-
-
-OpenStore = Callable[..., AbstractAsyncContextManager[SqliteStore]]
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "locks.db"
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
-def opened(path: Path, clock: FakeClock) -> OpenStore:
-    @asynccontextmanager
-    async def open_it(**options: Any) -> AsyncIterator[SqliteStore]:
-        store = SqliteStore(options.pop("path", path), **{"clock": clock, **options})
-        await store.open()
-        try:
-            yield store
-        finally:
-            await store.close()
-
-    return open_it
-
-
-@pytest.fixture
-def disk() -> Any:
-    disk = Disk()
-    yield disk
-    disk.unregister()
-
-
-def read(path: Path, query: str, *values: Any) -> Any:
-    """One value out of the file, past the store."""
-    connection = apsw.Connection(str(path))
-    try:
-        return connection.execute(query, values).get
-    finally:
-        connection.close()
-
-
-def write(path: Path, statement: str) -> None:
-    """Somebody changes the file while no store uses it."""
-    connection = apsw.Connection(str(path))
-    try:
-        connection.execute(statement)
-    finally:
-        connection.close()
-
 
 # ruff: noqa: ASYNC220, ASYNC221, ASYNC240 - a test may stand still: that is how it comes between two threads.
 
@@ -120,7 +66,7 @@ def spoken(process: "subprocess.Popen[bytes]", what: str) -> dict[str, Any]:
 
 
 async def test_a_file_in_use_by_another_process_is_refused_until_that_is_killed(opened: OpenStore, path: Path) -> None:
-    with subprocess.Popen([sys.executable, str(USER), "hold", str(path)], stdout=subprocess.PIPE) as owner:
+    with subprocess.Popen([sys.executable, str(STORE_USER), "hold", str(path)], stdout=subprocess.PIPE) as owner:
         try:
             spoken(owner, "held")
             with pytest.raises(StoreError, match=f"process {owner.pid}"):
@@ -134,7 +80,7 @@ async def test_a_file_in_use_by_another_process_is_refused_until_that_is_killed(
 async def test_a_forked_child_is_refused_and_does_not_keep_the_file_of_its_dead_parent(
     opened: OpenStore, path: Path
 ) -> None:
-    with subprocess.Popen([sys.executable, str(USER), "fork", str(path)], stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen([sys.executable, str(STORE_USER), "fork", str(path)], stdout=subprocess.PIPE) as parent:
         try:
             for _ in range(2):
                 assert "before a fork" in spoken(parent, "child was refused")["why"]
@@ -157,7 +103,7 @@ async def test_a_file_in_use_is_refused_by_its_second_name(opened: OpenStore, pa
         other.hardlink_to(path)
         with pytest.raises(StoreError, match="in use by another lock server, under another path"):
             await SqliteStore(other).open()
-        asked = subprocess.run([sys.executable, str(USER), "try", str(other)], capture_output=True, check=True)
+        asked = subprocess.run([sys.executable, str(STORE_USER), "try", str(other)], capture_output=True, check=True)
         assert b"in use by another lock server, under another path" in asked.stdout
         await store.submit([Acquire("still works", "alice", 30_000)])
 
@@ -199,7 +145,7 @@ async def test_a_file_that_is_mounted_by_itself_is_refused(
     other = tmp_path / "container" / "locks.db"
     other.parent.mkdir()
     other.touch()
-    mounted = f'mount --bind "$0" "$1" && exec {sys.executable} {USER} try "$1"'
+    mounted = f'mount --bind "$0" "$1" && exec {sys.executable} {STORE_USER} try "$1"'
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, str(path), str(other)]
     if in_use:
         async with opened() as store:
@@ -334,7 +280,7 @@ async def test_nobody_else_may_read_the_files_whatever_the_umask_is(path: Path) 
 async def test_files_that_others_may_read_are_tightened_and_that_is_said(
     opened: OpenStore, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with subprocess.Popen([sys.executable, str(USER), "hold", str(path)], stdout=subprocess.PIPE) as owner:
+    with subprocess.Popen([sys.executable, str(STORE_USER), "hold", str(path)], stdout=subprocess.PIPE) as owner:
         spoken(owner, "held")
         owner.kill()
     files = [path, Path(f"{path}-wal"), Path(f"{path}-owner")]

@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
+import apsw
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
@@ -30,12 +32,15 @@ __all__ = [
     "OWNED",
     "PATIENCE_S",
     "STORES",
+    "STORE_USER",
     "Blocked",
     "OpenPlace",
+    "OpenStore",
     "Place",
     "acquired",
     "all_is_quiet",
     "held",
+    "read",
     "release_of",
     "renew_of",
     "stand_still_until",
@@ -43,10 +48,16 @@ __all__ = [
     "turns_of_the_loop",
     "until_waiting",
     "waited",
+    "write",
 ]
 
 # Not asserted anywhere: only the bound after which a test gives up instead of hanging.
 PATIENCE_S = 20.0
+
+# A process that uses a store, to be killed.
+STORE_USER = Path(__file__).parent / "store_user.py"
+
+OpenStore = Callable[..., AbstractAsyncContextManager[SqliteStore]]
 
 
 class Place(Protocol):
@@ -220,6 +231,24 @@ async def until_waiting(store: Store, lock_name: str, waiters: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while (await store.get(lock_name)).waiters != waiters:
             await asyncio.sleep(0.001)
+
+
+def read(path: Path, query: str, *values: Any) -> Any:
+    """One value out of a SQLite file, past its store."""
+    connection = apsw.Connection(str(path))
+    try:
+        return connection.execute(query, values).get
+    finally:
+        connection.close()
+
+
+def write(path: Path, statement: str) -> None:
+    """Somebody changes a SQLite file while no store uses it."""
+    connection = apsw.Connection(str(path))
+    try:
+        connection.execute(statement)
+    finally:
+        connection.close()
 
 
 async def the_thread_rests(store: SqliteStore) -> None:
