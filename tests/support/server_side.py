@@ -52,18 +52,19 @@ async def until_held_by(dsn: str, keys: KeyPair, wanted: int) -> list[int]:
     return found
 
 
-async def until_waited_for(dsn: str, keys: KeyPair) -> None:
-    """Poll until a session waits at the server for this lock: nothing announces that."""
+async def until_waited_for(dsn: str, keys: KeyPair, waiters: int = 1) -> None:
+    """Poll until so many sessions wait at the server for this lock: nothing announces that."""
     async with (
         asyncio.timeout(WAIT_S),
         await psycopg.AsyncConnection.connect(dsn, autocommit=True, application_name="test-look") as look,
     ):
         while True:
             cursor = await look.execute(
-                "SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND classid::bigint = %s",
+                "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND classid::bigint = %s",
                 (keys[0] & 0xFFFFFFFF,),
             )
-            if await cursor.fetchone():
+            row = await cursor.fetchone()
+            if row is not None and row[0] >= waiters:
                 return
             await asyncio.sleep(POLL_S)
 
