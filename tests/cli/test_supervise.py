@@ -444,7 +444,7 @@ def test_a_suspended_group_dies_with_a_killed_supervisor(start: Start) -> None:
     read_until(out(process), None)
 
 
-@pytest.mark.parametrize("step", ["_start_guardian", "_open_gate"], ids=["before-the-guardian", "before-the-go"])
+@pytest.mark.parametrize("step", ["_start_guardian", "_let_go"], ids=["before-the-guardian", "before-the-go"])
 def test_a_supervisor_killed_while_starting_never_ran_the_command(start: Start, step: str, tmp_path: Path) -> None:
     trace = tmp_path / "ran"
     process = start(sh(f"echo ran; : >{trace}"), die_in=step)

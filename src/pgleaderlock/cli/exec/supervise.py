@@ -1,14 +1,14 @@
 """Runs one command in a process group of its own, and sees to it that the group never outlives us.
 
-    pgleaderlock ──────── gate pipe ───────▶ gate, becomes CMD   the leader of the group
-        │  └───────────── guard pipe ──────▶ guardian            a member of the same group
+    pgleaderlock ────────── go pipe ─────▶ starter, becomes CMD    the leader of the group
+        │  └───────────── guard pipe ────▶ guardian                a member of the same group
         └── waits in a thread, sends signals to the group
 
 - **Guardian.** A small shell that ignores every signal and reads from a pipe whose other end only we hold. When we
   are gone, whatever the reason, SIGKILL included, it reads the end of the pipe and kills its own group: `kill -KILL 0`.
   It needs no number for that. Until we have reaped it, the kernel cannot reuse the number of the group, so our own
   signals cannot hit another group either.
-- **Gate.** CMD must not run before the guardian does. So the leader starts as a short Python program that waits for
+- **Starter.** CMD must not run before the guardian does. So the leader starts as a short Python program that waits for
   a word from us and only then executes CMD; the end of its pipe ends it. It is no shell, because a shell drops
   variables such as `A.B` from the environment and adds its own, and because it can report the kernel's answer to exec.
 - **CMD is the leader of its group**, not merely a member: `timeout`, and whatever else calls `setpgid(0, 0)`, would
@@ -75,7 +75,7 @@ KILL_TIMEOUT_S = 10.0
 REAP_TIMEOUT_S = 5.0
 POLL_DELAY_S_MIN, POLL_DELAY_S_MAX = 0.005, 0.1
 
-# Bytes; the gate writes an errno, the guardian one word.
+# Bytes; the starter writes an errno, the guardian one word.
 _SAID_BYTES_MAX = 64
 
 # The guardian ignores all that can be ignored, so that what is sent to the group never disarms it. Not CHLD and CONT:
@@ -92,14 +92,14 @@ kill -KILL 0
 """
 
 # Python changes two things at its start that CMD must not see: LC_CTYPE in the C locale, and ignored SIGPIPE/SIGXFSZ.
-_GATE = """\
+_STARTER = """\
 import os, signal, sys
-gate, report, lc_ctype, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+go, report, lc_ctype, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.set_inheritable(gate, False)
+os.set_inheritable(go, False)
 os.set_inheritable(report, False)
-if os.read(gate, 1) != b"g":
+if os.read(go, 1) != b"g":
     os._exit(126)
 os.environ.pop("LC_CTYPE", None)
 if lc_ctype:
@@ -156,25 +156,25 @@ class Supervised:
             raise CommandNotFound("no command given: write it after `--`")
         path = find_executable(cmd[0], env)
         _allow_waiting()
-        gate_r, gate_w = os.pipe()
+        go_r, go_w = os.pipe()
         report_r, report_w = os.pipe()
         try:
             try:
-                self = cls(_start_gate(path, cmd, env, gate_r, report_w))
+                self = cls(_start_starter(path, cmd, env, go_r, report_w))
             finally:
-                # From here on the gate alone holds them: their end is its end.
-                os.close(gate_r)
+                # From here on the starter alone holds them: their end is its end.
+                os.close(go_r)
                 os.close(report_w)
             try:
                 await self._arm()
                 self._terminal.lend_at_start()
-                _open_gate(gate_w)
+                _let_go(go_w)
                 report = await _read_pipe(report_r, until_eof=True)
             except BaseException:
                 self.close()
                 raise
         finally:
-            os.close(gate_w)
+            os.close(go_w)
             os.close(report_r)
         if report:
             self.close()
@@ -325,14 +325,14 @@ class Supervised:
             _log.warning("signal_failed", pid=self.pid, signal=signum, error=error.strerror)
 
 
-def _start_gate(
-    path: str, cmd: Sequence[str], env: Mapping[str, str], gate_r: int, report_w: int
+def _start_starter(
+    path: str, cmd: Sequence[str], env: Mapping[str, str], go_r: int, report_w: int
 ) -> "subprocess.Popen[bytes]":
     lc_ctype = "=" + env["LC_CTYPE"] if "LC_CTYPE" in env else ""
-    # -I and -S: neither CMD's PYTHON* variables nor anything installed may change what the gate does.
-    argv = [sys.executable, "-I", "-S", "-c", _GATE, str(gate_r), str(report_w), lc_ctype, path, *cmd]
+    # -I and -S: neither CMD's PYTHON* variables nor anything installed may change what the starter does.
+    argv = [sys.executable, "-I", "-S", "-c", _STARTER, str(go_r), str(report_w), lc_ctype, path, *cmd]
     try:
-        return subprocess.Popen(argv, env=dict(env), process_group=0, pass_fds=(gate_r, report_w))
+        return subprocess.Popen(argv, env=dict(env), process_group=0, pass_fds=(go_r, report_w))
     except OSError as error:
         raise CommandNotExecutable(f"{path}: cannot be started: {error.strerror}") from error
 
@@ -354,10 +354,10 @@ def _start_guardian(pgid: int, guard_r: int, armed_w: int) -> "subprocess.Popen[
         raise CommandError(f"cannot start the guardian of the command (/bin/sh): {error.strerror}") from error
 
 
-def _open_gate(gate_w: int) -> None:
-    # The gate may have been killed meanwhile; its exit code says so.
+def _let_go(go_w: int) -> None:
+    # The starter may have been killed meanwhile; its exit code says so.
     with contextlib.suppress(BrokenPipeError):
-        os.write(gate_w, b"g")
+        os.write(go_w, b"g")
 
 
 async def _read_pipe(fd: int, *, until_eof: bool) -> bytes:
