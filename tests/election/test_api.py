@@ -242,10 +242,11 @@ async def test_after_a_loss_the_successor_opens_when_the_predecessors_time_is_ov
     async with running(lost, next_one):
         leader = await somebody_acts([lost, next_one], role)
         follower = next_one if leader is lost else lost
+        before = leader.gate(role).current_epoch or 0
         leader._roster.roles[role].not_before = float("inf")
         end_leader(node_dsn, role)
         await opens(follower, role)
-        assert follower.gate(role).current_epoch == 2
+        assert (follower.gate(role).current_epoch or 0) > before
         assert not leader.gate(role).is_leader
 
 

@@ -796,7 +796,7 @@ class Story:
         return Acquire(name, owner, self.ttl_ms(), key)
 
     def ttl_ms(self) -> int:
-        return self.chance.choice([15_000, 35_000, 605_000 - 10_000])  # never a multiple of the steps of time
+        return self.chance.choice([150_000, 350_000, 5_950_000])  # half a step of time is left for a slow machine
 
     def operation(self) -> Operation:
         kind = self.chance.randrange(4)
@@ -823,7 +823,7 @@ class Story:
     async def wait(self) -> None:
         # No key, and an owner of its own: what two with one key are given has a test of its own.
         acquire = msgspec.structs.replace(self.acquire(), owner_id=f"waiter-{self.number}", idempotency_key=None)
-        task = waiting(self.place.store, acquire)
+        task = waiting(self.place.store, acquire, wait_ms=6_000_000)
         if self.model.good(acquire.lock_name):
             self.model.lock(acquire.lock_name).line.append(acquire)
             self.tasks[acquire.lock_name, acquire.owner_id] = task
@@ -844,7 +844,7 @@ class Story:
             await until_waiting(self.place.store, name, len(line))
 
     async def pass_time(self) -> None:
-        passed_ms = self.chance.choice([10_000, 20_000])
+        passed_ms = self.chance.choice([100_000, 200_000])
         await self.place.pass_ms(passed_ms)
         await self.granted(self.model.passed(passed_ms))
 

@@ -59,7 +59,7 @@ STEADY: dict[str, Any] = {**_QUICK, "late_threshold_s": 5.0, "session_lease_s": 
 """Beats often, and is not impressed by a busy machine."""
 PATIENT: dict[str, Any] = {**_QUICK, "late_threshold_s": 500.0, "session_lease_s": 600.0}
 """Whoever has to wait T here waits longer than the test: what opens has not waited."""
-HASTY: dict[str, Any] = {**_QUICK, "late_threshold_s": 0.5, "session_lease_s": 0.8}
+HASTY: dict[str, Any] = {**_QUICK, "late_threshold_s": 1.0, "session_lease_s": 1.5}
 """A T that a test can wait for."""
 
 
