@@ -839,6 +839,30 @@ async def test_who_does_not_read_its_answer_loses_its_place() -> None:
         await (await connect(get("/"))).until(b"short")
 
 
+class _CancelledInArrival(dict[Any, Any]):
+    """Cancels the first client's task after its first step, just before its protocol is told of the connection."""
+
+    cancels = 1
+
+    def __setitem__(self, client: Any, begun: Any) -> None:
+        super().__setitem__(client, begun)
+        if self.cancels:
+            self.cancels -= 1
+            asyncio.get_running_loop().call_soon(begun[0].cancel)
+
+
+@both_loops
+async def test_a_client_that_is_closed_while_it_arrives_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvloop does not tell a protocol that its connection has ended if that was cancelled while it began."""
+    async with serving(echo, connections_max=1, header_timeout_s=600) as connect:
+        monkeypatch.setattr(connect.server._connections, "arriving", _CancelledInArrival())
+        first = await connect()
+        assert await first.rest() == b""
+        await connect.nobody_left()
+        second = await connect(get("/next"))
+        assert b" 200 " in await second.until(b"\r\n")
+
+
 @both_loops
 async def test_a_handshake_that_takes_long_loses_its_place(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "here")

@@ -250,12 +250,16 @@ class HttpServer:
         timeouts: dict[str, float] = {}
         if self._context is not None:
             timeouts = {"ssl_handshake_timeout": self._limits.header_timeout_s, "ssl_shutdown_timeout": _CUT_S}
+        connection = Connection(self._connections)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self._connections), accepted, ssl=self._context, **timeouts
+                lambda: connection, accepted, ssl=self._context, **timeouts
             )
         except BaseException as error:
             accepted.close()
+            # uvloop does not report the end of a connection that was cancelled while it began. Without this it would
+            # keep its place without end, as the idlest of all, and be chosen each time that room is needed.
+            connection.connection_lost(None)
             if not isinstance(error, OSError):  # a client that speaks no TLS, or has left; ssl.SSLError is one
                 raise
 
