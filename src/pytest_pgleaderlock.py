@@ -83,7 +83,8 @@ def pgleaderlock_postgres() -> "Iterator[EmbeddedPostgres]":
     from pgleaderlock.embedded import EmbeddedPostgres  # noqa: PLC0415
     from pgleaderlock.migrate import sql  # noqa: PLC0415
 
-    # Not one of pytest's folders: the server of a root user runs under another account, which must pass through.
+    # Not one of pytest's folders: for root, the server runs under another account, which must have access to the
+    # folder.
     with (
         tempfile.TemporaryDirectory(prefix="pgleaderlock-") as folder,
         EmbeddedPostgres(_passable(folder) / "pg", port=0, settings=NOT_DURABLE) as server,
@@ -97,7 +98,7 @@ def pgleaderlock_postgres() -> "Iterator[EmbeddedPostgres]":
 def leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> MakeElection:
     """`leader_election(roles, **options)`: a `LeaderElection` on that server, not started.
 
-    Those of one test compete with each other; those of other tests have other namespaces.
+    Elections of one test compete with each other; those of other tests have other namespaces.
     """
     from pgleaderlock import LeaderElection  # noqa: PLC0415 - for those who use it only
 
@@ -107,7 +108,8 @@ def leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> MakeElection:
 
 @pytest.fixture
 def sync_leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> Iterator[MakeSyncElection]:
-    """The same with `pgleaderlock.sync.LeaderElection`. What still runs at the end of the test is shut down."""
+    """The same with `pgleaderlock.sync.LeaderElection`. Elections that still run at the end of the test are shut
+    down."""
     from pgleaderlock.sync import LeaderElection  # noqa: PLC0415 - for those who use it only
 
     settings = _settings()
@@ -122,7 +124,7 @@ def sync_leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> Iterator[
 
 
 def _settings() -> Iterator[Any]:
-    """For each election of one test."""
+    """The default options for the elections of one test."""
     namespace = f"test-{uuid.uuid4().hex[:12]}"
     return ({"namespace": namespace, "node_id": f"node-{number}"} for number in itertools.count(1))
 
