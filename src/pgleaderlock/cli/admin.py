@@ -1,7 +1,7 @@
-"""`pgleaderlock migrate`, `epoch advance` and `keys`: what an administrator does to the ledger, and looks up in SQL.
+"""`pgleaderlock migrate`, `epoch advance` and `keys`: an administrator's changes to the ledger, and a lookup in SQL.
 
-`migrate --print` and `keys` must never connect to a database. The output of `keys` is SQL from the first line to the
-last, so that it may be piped into psql: the table is a comment, and a name must never be able to end that comment.
+`migrate --print` and `keys` must never connect to a database. The whole output of `keys` is SQL, so that it can be
+piped into psql: the table is a comment, and a name must never be able to end that comment.
 """
 
 import asyncio
@@ -156,7 +156,7 @@ def _as_json(lock: LockKey) -> dict[str, object]:
 
 
 def _lines(locks: Sequence[LockKey]) -> list[str]:
-    # The name comes last, because it alone may be long: nothing has to be folded or cut.
+    # The name comes last, because only it may be long: then nothing has to be wrapped or cut.
     lines = [f"-- namespace {printable(locks[0].namespace)}", _row("key1", "key2", "name")]
     lines += [_row(lock.key1, lock.key2, printable(str(lock))) for lock in locks]
     for lock in locks:
