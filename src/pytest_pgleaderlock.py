@@ -43,7 +43,7 @@ class MakeSyncElection(Protocol):
 @pytest.fixture
 def fake_election() -> "functools.partial[testing.FakeElection]":
     """`fake_election(roles, **options)`: a `pgleaderlock.testing.FakeElection`, not started."""
-    from pgleaderlock.testing import FakeElection  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock.testing import FakeElection  # noqa: PLC0415 - imported only if the fixture is used
 
     return functools.partial(FakeElection, NO_DSN)
 
@@ -51,7 +51,7 @@ def fake_election() -> "functools.partial[testing.FakeElection]":
 @pytest.fixture
 def fake_lock() -> "functools.partial[testing.FakeLock]":
     """`fake_lock(name, **options)`: a `pgleaderlock.testing.FakeLock`, not started."""
-    from pgleaderlock.testing import FakeLock  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock.testing import FakeLock  # noqa: PLC0415 - imported only if the fixture is used
 
     return functools.partial(FakeLock.for_name, NO_DSN)
 
@@ -59,7 +59,7 @@ def fake_lock() -> "functools.partial[testing.FakeLock]":
 @pytest.fixture
 def sync_fake_election() -> "functools.partial[sync_testing.FakeElection]":
     """`sync_fake_election(roles, **options)`: a `pgleaderlock.testing.sync.FakeElection`, not started."""
-    from pgleaderlock.testing.sync import FakeElection  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock.testing.sync import FakeElection  # noqa: PLC0415 - imported only if the fixture is used
 
     return functools.partial(FakeElection, NO_DSN)
 
@@ -67,7 +67,7 @@ def sync_fake_election() -> "functools.partial[sync_testing.FakeElection]":
 @pytest.fixture
 def sync_fake_lock() -> "functools.partial[sync_testing.FakeLock]":
     """`sync_fake_lock(name, **options)`: a `pgleaderlock.testing.sync.FakeLock`, not started."""
-    from pgleaderlock.testing.sync import FakeLock  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock.testing.sync import FakeLock  # noqa: PLC0415 - imported only if the fixture is used
 
     return functools.partial(FakeLock.for_name, NO_DSN)
 
@@ -78,7 +78,7 @@ def sync_fake_lock() -> "functools.partial[sync_testing.FakeLock]":
 @pytest.fixture(scope="session")
 def pgleaderlock_postgres() -> "Iterator[EmbeddedPostgres]":
     """A private PostgreSQL with the ledger, one per test process; needs `pgleaderlock[embedded]`. Use its `dsn`."""
-    import psycopg  # noqa: PLC0415 - for those who use it only
+    import psycopg  # noqa: PLC0415 - imported only if the fixture is used
 
     from pgleaderlock.embedded import EmbeddedPostgres  # noqa: PLC0415
     from pgleaderlock.migrate import sql  # noqa: PLC0415
@@ -100,7 +100,7 @@ def leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> MakeElection:
 
     Elections of one test compete with each other; those of other tests have other namespaces.
     """
-    from pgleaderlock import LeaderElection  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock import LeaderElection  # noqa: PLC0415 - imported only if the fixture is used
 
     settings = _settings()
     return lambda roles, **options: LeaderElection(pgleaderlock_postgres.dsn, roles, **{**next(settings), **options})
@@ -110,7 +110,7 @@ def leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> MakeElection:
 def sync_leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> Iterator[MakeSyncElection]:
     """The same with `pgleaderlock.sync.LeaderElection`. Elections that still run at the end of the test are shut
     down."""
-    from pgleaderlock.sync import LeaderElection  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock.sync import LeaderElection  # noqa: PLC0415 - imported only if the fixture is used
 
     settings = _settings()
     with contextlib.ExitStack() as made:

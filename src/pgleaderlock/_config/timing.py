@@ -42,7 +42,7 @@ __all__ = [
     "timing_misfits",
 ]
 
-# The server's lock table is shared by everybody and holds some 12,000 entries at its defaults: a full one refuses
+# All sessions share the server's lock table, which has some 12,000 entries at its defaults: a full one refuses
 # new connections. One node takes at most two entries per role, its lock and for a moment its fence.
 ROLES_MAX = 5_000
 RETENTION_S_MIN = 3600.0

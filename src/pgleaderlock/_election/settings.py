@@ -171,7 +171,7 @@ class _OwnName:
             return self._name
 
     def claim_anew_in_child(self) -> None:
-        """A forked child needs a name of its own. Closing its copy of the descriptor leaves the parent's claim
+        """A forked child needs another name. Closing its copy of the descriptor leaves the parent's claim
         alone."""
         inherited = self._descriptor
         self._begin_anew()

@@ -92,10 +92,10 @@ def advance(dsn: str, roles: tuple[str, ...], every_role: bool, namespace: str, 
     """Move the epoch of each ROLE beyond every number that a lost history can have issued; prints the old and the new.
 
     For a database that was restored from a backup or a snapshot, or failed over without its last commits: epochs that
-    were handed out in the lost time would be handed out again. Whoever leads now loses the role at its next heartbeat;
+    were handed out in the lost time would be handed out again. The current leader loses the role at its next heartbeat;
     waits up to 10 s for fenced transactions to end.
 
-    Roles are advanced one after the other, each in a transaction of its own.
+    Roles are advanced one after the other, each in a separate transaction.
 
     Exit codes: 0 advanced, 2 it was not possible; the epochs of the roles that were not printed are unchanged then.
     """

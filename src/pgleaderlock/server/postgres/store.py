@@ -61,7 +61,7 @@ SWEEP_S_CHEAP, SWEEP_PAUSE = 0.25, 20.0
 FREE_KEPT_S = 86_400.0
 # PostgreSQL ends a session of ours that is silent for this long within a transaction or a statement.
 SILENCE_S = 15.0
-# As in lock_wake: each server has a channel of its own.
+# The prefix of the channels, as in lock_wake: each server has its own channel.
 CHANNEL = "pgleaderlock_locks_"
 _NO_TABLES = "the tables of the lock server are missing here: run `pgleaderlock migrate` on this database"
 
