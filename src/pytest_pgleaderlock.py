@@ -43,7 +43,7 @@ class MakeSyncElection(Protocol):
 @pytest.fixture
 def fake_election() -> "functools.partial[testing.FakeElection]":
     """`fake_election(roles, **options)`: a `pgleaderlock.testing.FakeElection`, not started."""
-    from pgleaderlock.testing import FakeElection  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock.testing import FakeElection  # noqa: PLC0415 - imported only if the fixture is used
 
     return functools.partial(FakeElection, NO_DSN)
 
@@ -51,7 +51,7 @@ def fake_election() -> "functools.partial[testing.FakeElection]":
 @pytest.fixture
 def fake_lock() -> "functools.partial[testing.FakeLock]":
     """`fake_lock(name, **options)`: a `pgleaderlock.testing.FakeLock`, not started."""
-    from pgleaderlock.testing import FakeLock  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock.testing import FakeLock  # noqa: PLC0415 - imported only if the fixture is used
 
     return functools.partial(FakeLock.for_name, NO_DSN)
 
@@ -59,7 +59,7 @@ def fake_lock() -> "functools.partial[testing.FakeLock]":
 @pytest.fixture
 def sync_fake_election() -> "functools.partial[sync_testing.FakeElection]":
     """`sync_fake_election(roles, **options)`: a `pgleaderlock.testing.sync.FakeElection`, not started."""
-    from pgleaderlock.testing.sync import FakeElection  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock.testing.sync import FakeElection  # noqa: PLC0415 - imported only if the fixture is used
 
     return functools.partial(FakeElection, NO_DSN)
 
@@ -67,7 +67,7 @@ def sync_fake_election() -> "functools.partial[sync_testing.FakeElection]":
 @pytest.fixture
 def sync_fake_lock() -> "functools.partial[sync_testing.FakeLock]":
     """`sync_fake_lock(name, **options)`: a `pgleaderlock.testing.sync.FakeLock`, not started."""
-    from pgleaderlock.testing.sync import FakeLock  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock.testing.sync import FakeLock  # noqa: PLC0415 - imported only if the fixture is used
 
     return functools.partial(FakeLock.for_name, NO_DSN)
 
@@ -78,12 +78,13 @@ def sync_fake_lock() -> "functools.partial[sync_testing.FakeLock]":
 @pytest.fixture(scope="session")
 def pgleaderlock_postgres() -> "Iterator[EmbeddedPostgres]":
     """A private PostgreSQL with the ledger, one per test process; needs `pgleaderlock[embedded]`. Use its `dsn`."""
-    import psycopg  # noqa: PLC0415 - for those who use it only
+    import psycopg  # noqa: PLC0415 - imported only if the fixture is used
 
     from pgleaderlock.embedded import EmbeddedPostgres  # noqa: PLC0415
     from pgleaderlock.migrate import sql  # noqa: PLC0415
 
-    # Not one of pytest's folders: the server of a root user runs under another account, which must pass through.
+    # Not one of pytest's folders: for root, the server runs under another account, which must have access to the
+    # folder.
     with (
         tempfile.TemporaryDirectory(prefix="pgleaderlock-") as folder,
         EmbeddedPostgres(_passable(folder) / "pg", port=0, settings=NOT_DURABLE) as server,
@@ -97,9 +98,9 @@ def pgleaderlock_postgres() -> "Iterator[EmbeddedPostgres]":
 def leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> MakeElection:
     """`leader_election(roles, **options)`: a `LeaderElection` on that server, not started.
 
-    Those of one test compete with each other; those of other tests have other namespaces.
+    Elections of one test compete with each other; those of other tests have other namespaces.
     """
-    from pgleaderlock import LeaderElection  # noqa: PLC0415 - for those who use it only
+    from pgleaderlock import LeaderElection  # noqa: PLC0415 - imported only if the fixture is used
 
     settings = _settings()
     return lambda roles, **options: LeaderElection(pgleaderlock_postgres.dsn, roles, **{**next(settings), **options})
@@ -107,8 +108,9 @@ def leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> MakeElection:
 
 @pytest.fixture
 def sync_leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> Iterator[MakeSyncElection]:
-    """The same with `pgleaderlock.sync.LeaderElection`. What still runs at the end of the test is shut down."""
-    from pgleaderlock.sync import LeaderElection  # noqa: PLC0415 - for those who use it only
+    """The same with `pgleaderlock.sync.LeaderElection`. Elections that still run at the end of the test are shut
+    down."""
+    from pgleaderlock.sync import LeaderElection  # noqa: PLC0415 - imported only if the fixture is used
 
     settings = _settings()
     with contextlib.ExitStack() as made:
@@ -122,7 +124,7 @@ def sync_leader_election(pgleaderlock_postgres: "EmbeddedPostgres") -> Iterator[
 
 
 def _settings() -> Iterator[Any]:
-    """For each election of one test."""
+    """The default options for the elections of one test."""
     namespace = f"test-{uuid.uuid4().hex[:12]}"
     return ({"namespace": namespace, "node_id": f"node-{number}"} for number in itertools.count(1))
 

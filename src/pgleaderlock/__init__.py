@@ -1,7 +1,7 @@
 """Leader election, fencing and leases for Python on the PostgreSQL you already run.
 
-The public names, and nothing else. Each is imported when it is first asked for, so that a program pays for what it
-uses: `pgleaderlock --help` needs no database driver. What they import is psycopg and the standard library only.
+Only the public names. Each is imported at its first use, so that a program loads only what it needs: `pgleaderlock
+--help` needs no database driver. They import nothing but psycopg and the standard library.
 """
 
 import importlib
@@ -87,7 +87,7 @@ __all__ = [
 
 __version__: str
 
-# Where each public name lives.
+# The module of each public name.
 _HOMES = {
     "election": ("LeaderElection",),
     "errors": (

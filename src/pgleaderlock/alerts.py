@@ -1,10 +1,10 @@
 """Alerts for Prometheus: the default set, and `[[alerts]]` of a configuration, written as alerting rules.
 
-Nothing here sends anything: Prometheus decides, Alertmanager tells people. `notify` becomes labels by which
-Alertmanager chooses: `pagerduty` is `notify_pagerduty="default"`, `slack:#ops` is `notify_slack="#ops"`.
+This module sends nothing: Prometheus evaluates the rules, and Alertmanager notifies people. `notify` becomes labels by
+which Alertmanager chooses the receiver: `pagerduty` is `notify_pagerduty="default"`, `slack:#ops` is
+`notify_slack="#ops"`.
 
-It must never write a rule whose condition names a metric that does not exist without a warning: such an alert can
-never fire.
+It must never write a rule on a metric that does not exist without a warning: such an alert could never fire.
 """
 
 import json
@@ -31,12 +31,12 @@ __all__ = ["Alert", "Expected", "default_alerts", "from_rule", "merged", "misrea
 
 FOREIGN_PREFIX = "forge_leader_"
 GROUP = "pgleaderlock"
-# How long a role is remembered after the last node that knew it has gone, unless it is named.
+# How long a role is remembered after the last node that had it has gone, unless the role is named.
 MEMORY_S = 3_600.0
-# Where people read what to do. Another place: `--runbooks`.
+# The page that says what to do. `--runbooks` gives another one.
 RUNBOOKS = "docs/runbooks.md"
 _INFO = f"{PREFIX}node_info"
-# The labels of a role, of a node, and of what one node says of one role.
+# The labels of a role, of a node, and of one node's series for one role.
 _ROLE = "job, namespace, role"
 _NODE = "job, namespace, instance, node"
 _SERIES = "job, instance, role"
@@ -82,14 +82,14 @@ class Alert:
     summary: str
     description: str
     notify: dict[str, str] = field(default_factory=dict)
-    """Where to: the kind of receiver, and which one of that kind."""
+    """The receivers: the kind of each, and which one of that kind."""
     has_runbook: bool = True
-    """Whether docs/runbooks.md has a section for it. Your own alerts have none there."""
+    """Whether docs/runbooks.md has a section for the alert. Your own alerts have none there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What is normal here. The thresholds follow from it."""
+    """The normal values of this installation, from which the thresholds follow."""
 
     scrape_interval_s: float = 15.0
     heartbeat_interval_s: float = _DEFAULT.heartbeat_interval_s
@@ -103,9 +103,9 @@ class Expected:
     roles: tuple[str, ...] = ()
     """Roles that must have a leader whether or not any node has ever been seen."""
     namespace: str = DEFAULT_NAMESPACE
-    """Of those roles."""
+    """The namespace of the named roles."""
     job: str | None = None
-    """Under which their nodes are scraped. None: a node of any job will do."""
+    """The job under which their nodes are scraped. None: any job."""
 
     def __post_init__(self) -> None:
         for name in ("scrape_interval_s", "heartbeat_interval_s", "failover_window_s", "drain_s"):
@@ -132,13 +132,13 @@ def _no_leader(usual: Expected) -> Alert:
     # A failover takes T and ends with the next scrape; the last scrape before it may be one interval older.
     for_s = math.ceil(usual.session_lease_s + 2 * usual.scrape_interval_s) + 1
     nobody = f"max by ({_ROLE}) ({_named('gate_open')}) == 0"
-    # When the last node has gone, so have its series: roles of the last hour are known from the past.
+    # When the last node has gone, its series end, too: take the roles of the last hour from past samples.
     all_gone = (
         f"(max by ({_ROLE}) (last_over_time({_INFO}[{duration(MEMORY_S)}])) * 0"
         f" unless on (job, namespace) count by (job, namespace) ({_INFO}))"
     )
-    # Named ones are missed without a limit. In the same rule, because with a job they have the labels of the others:
-    # two rules must not write one series.
+    # Named roles are missed without a time limit. They are in the same rule because, with a job, they have the same
+    # labels as the others, and two rules must not produce the same series.
     of_ours = {"job": usual.job, "namespace": usual.namespace}
     never = [f"absent({_INFO}{{{_matchers({**of_ours, 'role': role})}}})" for role in usual.roles]
     return Alert(
@@ -168,7 +168,7 @@ def _two_leaders(usual: Expected) -> Alert:
 
 def _frequent_failovers(usual: Expected) -> Alert:
     window = duration(usual.failover_window_s)
-    # Also of nodes that have died since. One of each: an address may have belonged to several nodes meanwhile.
+    # Include nodes that have died since; one series for each, because an address may have had several nodes meanwhile.
     names = f"topk by ({_SERIES}) (1, last_over_time({_INFO}[{window}]))"
 
     def too_many(series: str, labels: str = _ROLE) -> str:
@@ -180,8 +180,8 @@ def _frequent_failovers(usual: Expected) -> Alert:
     by_one_node, by_several = too_many(lost, f"{_ROLE}, node"), too_many(lost)
     return Alert(
         "PgleaderlockFrequentFailovers",
-        # A node that follows itself is no failover, but has lost a term. Not added up: many a loss is both. The node is
-        # named if it is one and the same that loses it.
+        # A node that wins its own lost role again is not a failover, but has lost a term. Losses and failovers are not
+        # added, because many a loss is both. The alert names the node if the same one has lost all of them.
         f" or on ({_ROLE}) ".join([by_one_node, too_many("failovers_total"), by_several]),
         0.0,
         "warning",
@@ -193,7 +193,7 @@ def _frequent_failovers(usual: Expected) -> Alert:
 
 def _late_heartbeat(usual: Expected) -> Alert:
     window_s = 4 * usual.scrape_interval_s
-    # Healthy ages end at the interval, and at G the gate shuts: half way between them is late, and still in time.
+    # The normal age is at most the interval, and at G the gate shuts: alert half way between the two.
     limit_s = (usual.heartbeat_interval_s + usual.late_threshold_s) / 2
     oldest = f"max_over_time({PREFIX}heartbeat_age_seconds[{duration(window_s)}])"
     return Alert(
@@ -238,7 +238,7 @@ def _named(metric: str) -> str:
 
 
 def _joined(series: str) -> str:
-    """The series, with the names of its node and namespace. A role is measured once per instance: one of each."""
+    """The series with the labels for node and namespace added. Each role has one series per instance."""
     return f"{series} * on ({_SERIES}) group_left (node, namespace) {_INFO}"
 
 
@@ -246,9 +246,9 @@ def _joined(series: str) -> str:
 
 
 def misread(condition: str) -> str | None:
-    """What Prometheus would refuse in a condition, as far as that can be told from its characters; None if nothing.
+    """Why Prometheus would refuse a condition, as far as its characters show; None if nothing is wrong.
 
-    It is no parser: only `promtool check rules` knows functions, types and the order of words.
+    This is not a parser: only `promtool check rules` checks functions, types and the order of words.
     """
     open_: list[str] = []
     last = ""
@@ -316,7 +316,7 @@ def from_rule(rule: AlertRule) -> tuple[Alert, list[str]]:
 
 
 def merged(defaults: Iterable[Alert], own: Iterable[Alert]) -> tuple[Alert, ...]:
-    """The defaults, then the user's own; one of the same name takes the place of the default."""
+    """The defaults, then the user's own alerts; one with the name of a default replaces it."""
     own = tuple(own)
     taken = {alert.name for alert in own}
     return (*(alert for alert in defaults if alert.name not in taken), *own)
@@ -395,7 +395,7 @@ def _ms_rules() -> Iterator[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
-    """As Prometheus writes it: whole numbers with a unit, the largest that fits."""
+    """A duration in Prometheus's format: a whole number with the largest unit that fits."""
     ms = math.ceil(round(seconds * 1_000, 6))
     for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1_000)):
         if ms and ms % size == 0:
@@ -404,7 +404,7 @@ def duration(seconds: float) -> str:
 
 
 def _scalar(text: str) -> str:
-    """A string in YAML: quoted as in JSON, and with escapes for characters that YAML does not allow."""
+    """A YAML string: quoted as in JSON, with escapes for characters that YAML does not allow."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
 

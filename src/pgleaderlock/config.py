@@ -3,8 +3,8 @@
     config = Config.load()                      # ./pgleaderlock.toml, or $PGLEADERLOCK_CONFIG
     LeaderElection.from_config(config)
 
-A flag wins over the environment, that over the file, that over the default; each value knows where it came from. All
-mistakes are reported at once, each with its line and its remedy, before anything is opened.
+A flag overrides the environment, the environment overrides the file, and the file overrides the default; each value
+records its origin. All mistakes are reported at once, each with its line and its remedy, before anything is opened.
 
 It must never show a password.
 """
@@ -66,12 +66,12 @@ FILE_VARIABLE = "PGLEADERLOCK_CONFIG"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Config:
-    """Every setting with its origin. One that exists is sound."""
+    """Every setting with its origin. The constructors check them, so every instance is valid."""
 
     path: Path | None
     """The file that was read; None if there was none."""
     values: Mapping[str, Value]
-    """By the keys of `[cluster.leader_election]`."""
+    """The values by their keys in `[cluster.leader_election]`."""
     role_settings: tuple[RoleSettings, ...]
     alerts: tuple[AlertRule, ...]
     warnings: tuple[Problem, ...]
@@ -86,11 +86,11 @@ class Config:
         flags: Mapping[str, object] | None = None,
         roles: Sequence[str] | None = None,
     ) -> "Config":
-        """From the file at `path` (or where `find_file` finds one), the environment and `flags`.
+        """Read the file at `path` (or the one that `find_file` finds), the environment and `flags`.
 
         `flags` has the keys of `[cluster.leader_election]`; durations in it may be numbers of seconds, and None means
-        not given. `roles` are those that take part, instead of all of the file that are enabled; their keys are those
-        of the file. Raises `ConfigFileError`, a `ConfigurationError`, with every mistake that was found.
+        not given. `roles` are the roles that take part, instead of all enabled roles of the file; they have the keys
+        that the file gives them. Raises `ConfigFileError`, a `ConfigurationError`, with every mistake that was found.
         """
         env = os.environ if environ is None else environ
         found_at = find_file(path, env)
@@ -105,7 +105,7 @@ class Config:
         taking_part = tuple(role for role in keyed if role.enabled.value)
         problems += check(values, taking_part, by_flag.broken | by_variable.broken | contents.broken)
         if problems:
-            # Those of the file in the order of its lines.
+            # The problems of the file in the order of its lines.
             raise ConfigFileError(sorted(problems, key=lambda problem: problem.line or 0))
         names = {role.name for role in taking_part}
         switched_off = tuple(role for role in contents.roles.values() if role.name not in names)
@@ -120,7 +120,7 @@ class Config:
         )
 
     def __getitem__(self, key: str) -> Any:
-        """The value of a setting of `[cluster.leader_election]`; None where there is none."""
+        """The value of a setting of `[cluster.leader_election]`; None if it has none."""
         return self.values[key].value
 
     def __repr__(self) -> str:
@@ -128,28 +128,28 @@ class Config:
 
     @property
     def dsn(self) -> str:
-        """What to connect with: `dsn`, and `lock_timeout` within it. Empty where libpq's own variables decide."""
+        """The connection string, including `lock_timeout`. Empty if libpq's own variables say where to connect."""
         return self._with_lock_timeout(self["dsn"] or "")
 
     @property
     def roles(self) -> tuple[str, ...] | dict[str, int]:
-        """As `LeaderElection` takes them: names, or names and 64-bit keys as soon as one role has a key of its own."""
+        """The roles for `LeaderElection`: names, or names with 64-bit keys if any role has an explicit key."""
         return self._keyed_in(self["namespace"], [role.name for role in self.role_settings])
 
     def election_options(self) -> dict[str, Any]:
-        """The other keywords of `LeaderElection`: what was given, and what follows from it. Defaults stay its own."""
+        """The other keywords of `LeaderElection`: values that were given or derived, without the defaults."""
         return {
-            # TOML has no null: false stands for None where a setting is no switch.
+            # TOML has no null: in a setting that is not a switch, false stands for None.
             value.setting.option: None if value.value is False and value.setting.kind is not SWITCH else value.value
             for value in self.values.values()
             if value.setting.option not in ("", "dsn") and value.origin != DEFAULT
         }
 
     def arguments(self, **options: Any) -> dict[str, Any]:
-        """Every argument of `LeaderElection`, `dsn` and `roles` too. What is given here by its keywords wins.
+        """Every argument of `LeaderElection`, including `dsn` and `roles`. Keywords given here override the file.
 
-        What follows from a setting follows from the one that wins: keys from the namespace, G from T. A role that is
-        given by its name alone has the key that the file gives it: another one would not exclude the other nodes.
+        Derived values follow from the overriding ones: keys from the namespace, G from T. A role that is given by its
+        name alone has the key that the file gives it, because with another key it would not exclude the other nodes.
         """
         found: dict[str, Any] = {"dsn": self.dsn, "roles": [role.name for role in self.role_settings]}
         found |= self.election_options() | options
@@ -180,22 +180,22 @@ class Config:
     def _with_lock_timeout(self, dsn: str) -> str:
         if (timeout_s := self["lock_timeout"]) is None:
             return dsn
-        # What the DSN, or else PGOPTIONS, sets itself comes later in the text, and wins.
+        # The options of the DSN, or else PGOPTIONS, come later in the text, and so override ours.
         theirs = conninfo_to_dict(dsn).get("options") or self._startup_options
         options = f"-c lock_timeout={whole_ms(timeout_s)} {theirs}".strip()
         return make_conninfo(dsn, options=options)
 
     def _keyed_in(self, namespace: str, names: Sequence[str]) -> tuple[str, ...] | dict[str, int]:
-        """These roles, with their keys as soon as one of them has a key of its own."""
+        """These roles, with their keys if any of them has an explicit key."""
         own = {role.name: role for role in (*self.role_settings, *self._switched_off) if role.key.value is not None}
         if len(set(names)) < len(names) or not own.keys() & set(names):
-            return tuple(names)  # or one is named twice, which the election refuses
+            return tuple(names)  # no role has a key, or one is named twice, which the election refuses
         pairs = {name: role_pair(own[name], namespace) if name in own else key_pair(name, namespace) for name in names}
         return {name: bigint_from_key_pair(pair) for name, pair in pairs.items()}
 
 
 def find_file(path: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Path | None:
-    """Which file is meant: `path`, or `$PGLEADERLOCK_CONFIG`, or `pgleaderlock.toml` in this folder if it is there."""
+    """The file to read: `path`, or `$PGLEADERLOCK_CONFIG`, or `pgleaderlock.toml` in this folder if it exists."""
     env = os.environ if environ is None else environ
     if path is not None:
         return Path(path)
@@ -206,7 +206,7 @@ def find_file(path: str | Path | None = None, environ: Mapping[str, str] | None 
 
 
 def _named(names: Sequence[str], known: Mapping[str, RoleSettings], problems: list[Problem]) -> dict[str, RoleSettings]:
-    """The roles that were named: with the key that the file gives them, and taking part also if it says they do not."""
+    """The named roles, with the keys that the file gives them. They take part even if the file disables them."""
     named: dict[str, RoleSettings] = {}
     for name in names:
         origin = Origin("flag", f"role {name!r}")
@@ -227,17 +227,17 @@ def _keyed(roles: dict[str, RoleSettings], key: Value | None, problems: list[Pro
         problems.append(key.origin.problem(text, "unset it, and write key = … into [roles.NAME]"))
         return roles
     if not roles:
-        name = role_of_environment(key.value)  # as `LeaderElection.from_env` has it
+        name = role_of_environment(key.value)  # the same name as in `LeaderElection.from_env`
         roles = {name: RoleSettings(name, key.origin, **defaults(ROLE))}
     return {name: replace(role, key=key) for name, role in roles.items()}
 
 
 def _completed(values: Mapping[str, Value]) -> dict[str, Value]:
-    """With G and T, which follow from each other and from the interval, worked out."""
+    """The values with G and T derived from each other or from the interval."""
     timing, gate, lease = timing_of(values), values["late_threshold"], values["lease_duration"]
     completed = dict(values)
     if gate.value is None:
-        # With the interval alone, both are as the election would have them anyway.
+        # With the interval alone, the election would derive the same values.
         origin = DEFAULT if lease.value is None else Origin("default", "follows from lease_duration")
         completed["late_threshold"] = replace(gate, value=timing.gate_s, origin=origin)
     if lease.value is None:

@@ -1,8 +1,9 @@
 """`LeaderElection`: any number of roles on one session, with epochs, a gate for each role, and fencing.
 
-What it does not promise, first: a side effect outside the database that was already on its way when the gate closed;
-writes on an old primary that still runs after an asynchronous failover; a failover or restore that lost acknowledged
-commits (`pgleaderlock epoch advance` is the remedy); a virtual machine whose guest clock stood still.
+What it does not promise, first. It cannot stop a side effect outside the database that was already under way when the
+gate shut, or writes on an old primary that still runs after an asynchronous failover. It does not cover a failover or
+restore that lost acknowledged commits (`pgleaderlock epoch advance` is the remedy), or a virtual machine whose guest
+clock stood still.
 
 What it does: at most one gate per role is open at any time, while the database has one primary and the clock rates of
 two hosts differ by less than the smallest T/G in use; no fenced write of an older epoch commits after a newer one
@@ -112,7 +113,7 @@ class LeaderElection:
     ) -> None:
         """Check every setting; nothing is connected before `start`. `ConfigurationError` names setting and remedy.
 
-        dsn: a conninfo string or URL, or a function that returns one at each connect.
+        dsn: a conninfo string or URL, or a function that is called at each connect and returns one.
         roles: one name, several, or a mapping from names to 64-bit keys of your own.
         heartbeat_interval_s: seconds between heartbeats of the session.
         late_threshold_s: G, the seconds after the last acknowledged heartbeat at which gates shut. None: from the
@@ -124,19 +125,19 @@ class LeaderElection:
         node_id: a stable name of this node. None: the host name, with a number if other processes of this host have
             taken it.
         namespace: elections of different namespaces do not see each other.
-        listen_channel: the NOTIFY channel that wakes this node early; None does not listen.
+        listen_channel: the NOTIFY channel that wakes this node early; with None it does not listen.
         stale_threshold_s: seconds without a new heartbeat after which `leader()` says stale. None: the leader's T.
         evict_stale: end a leader's session that has been silent for 2 T.
-        candidate: False only observes, and never leads.
-        heartbeat_thread: run the heartbeat on a thread of its own, so that a blocked event loop does not shut gates.
+        candidate: with False this node only observes, and never leads.
+        heartbeat_thread: run the heartbeat on a separate thread, so that a blocked event loop does not shut gates.
         hard_stop_after_s: end the process if work goes on this many seconds behind a shut gate. None: never.
-        enabled: False never connects, and keeps every gate shut.
+        enabled: with False the election never connects, and keeps every gate shut.
         standalone: lead every role without a database, for a single instance.
         allow_pooler: connect through a pooler in session mode.
         retention_s: delete the ledger's history after this many seconds; None keeps it.
         balance: share the roles evenly with the other nodes that balance.
-        hold: "session" holds roles by locks of a session of its own; "lease" by a row that it renews, through any
-            pooler, with nothing held at the server. A killed leader is then replaced after T, and not at once.
+        hold: "session" holds roles by locks of a dedicated session; "lease" by a row that the node renews, through any
+            pooler, without holding locks. A killed leader is then replaced after T, and not at once.
         """
         timing = (heartbeat_interval_s, late_threshold_s, session_lease_s, acquire_delay_s, standby_wait_s)
         setup = Setup(
@@ -177,8 +178,8 @@ class LeaderElection:
     def from_env(cls, role: str | None = None, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
         """An election of one role from the environment: PG_CONN_STRING or PG_DSN, LEADER_LOCK_KEY, …
 
-        What is given as a keyword wins over the environment. Without MSP_LEADER_ENABLED the election is enabled. The
-        role is `leader` if none is named, and `leader-KEY` where LEADER_LOCK_KEY gives it a key.
+        Keywords override the environment. Without MSP_LEADER_ENABLED the election is enabled. If no role is named, its
+        name is `leader`, or `leader-KEY` with a key from LEADER_LOCK_KEY.
         """
         found = from_environment(environ)
         key: Any = found.pop("lock_key", None)
@@ -191,9 +192,10 @@ class LeaderElection:
 
     @classmethod
     def from_config(cls, config: Config | str | Path | None = None, **options: Any) -> Self:
-        """An election of every role of a configuration: one that was loaded, a file, or the one that `Config` finds.
+        """An election of every role of a configuration: a loaded `Config`, a file, or the file that `Config` finds.
 
-        What is given as a keyword wins, `dsn` and `roles` too. Raises `ConfigFileError` with every mistake of the file.
+        Keywords override the configuration, including `dsn` and `roles`. Raises `ConfigFileError` with every mistake of
+        the file.
         """
         roles = options.get("roles")
         if isinstance(roles, Iterable) and not isinstance(roles, Mapping):
@@ -214,10 +216,11 @@ class LeaderElection:
     # --- Lifecycle
 
     async def start(self) -> None:
-        """Begin to compete. Does nothing if running already.
+        """Start to compete. Does nothing if running already.
 
-        Returns after the first attempt to connect: a ledger that is missing, too old, too new or not granted is raised
-        here as `SchemaError`. A database that cannot be reached is not: it is tried again in the background.
+        Returns after the first attempt to connect. Raises `SchemaError` if the ledger is missing, too old or too new,
+        or if the role has no privileges on it. If the database cannot be reached, it does not raise: the election tries
+        again in the background.
         """
         if await self._run.start() and isinstance(refused := self._run.last_error, SchemaError):
             await self.shutdown()
@@ -226,8 +229,9 @@ class LeaderElection:
     async def shutdown(self, timeout_s: float | None = None) -> None:
         """Drain and release every role, and stop. Does nothing if not running.
 
-        timeout_s: how long the work in flight is waited for, in seconds; None waits for its end. Out of time, what is
-        left is released all the same, a successor waits for this node as after a loss, and `ShutdownError` is raised.
+        timeout_s: how long to wait for the work in flight, in seconds; None waits until it has ended. After the
+        timeout, the remaining roles are released anyway, a successor waits for this node as after a loss, and
+        `ShutdownError` is raised.
         """
         await self._run.stop(timeout_s)
 
@@ -251,17 +255,17 @@ class LeaderElection:
     ) -> T | None:
         """Run `work(token)` whenever the role's gate is open; return what it returns.
 
-        It is cancelled when the gate closes, the release waits for its end, and it is started again when the gate
-        opens again. It may ask its own gate: a `NotLeader` of its own role and term counts as the loss that it is.
-        Returns None if the election is stopped first, or the role removed.
+        The work is cancelled when the gate shuts, and the release waits until it has ended; it is started again when
+        the gate opens again. The work may use its gate: if it raises `NotLeader` of its own role and term, that counts
+        as a loss of leadership, not as a failure. Returns None if the election is stopped or the role removed first.
 
-        on_failure: what follows when `work` raises; the failure is logged as an error in any case. "raise" gives the
-        role up, does not compete for it until `lead` is entered again, and raises the exception here. "restart" starts
-        it again after a delay of 0.2 s that doubles up to 30 s; while the delay is longer than 1 s, the role is given
+        on_failure: what to do when `work` raises; the failure is logged as an error in any case. "raise" gives the role
+        up, does not compete for it until `lead` is called again, and raises the exception here. "restart" starts the
+        work again after a delay of 0.2 s that doubles up to 30 s; while the delay is longer than 1 s, the role is given
         up. "step_down" gives the role up for the same delay, each time.
 
-        A caller that is cancelled has the work cancelled too, and waits for its end. If no other `lead` of the role is
-        running, this node then gives the role up and does not compete for it until `lead` is entered again.
+        Cancelling the caller cancels the work, and waits until it has ended. If no other `lead` of the role is running,
+        this node then gives the role up and does not compete for it until `lead` is called again.
         """
         if not callable(work):
             raise ConfigurationError(f"lead takes an async function, not {type(work).__name__}: pass it uncalled")
@@ -272,47 +276,47 @@ class LeaderElection:
     async def step_down(self, role: str, timeout_s: float | None = None) -> None:
         """Give up one role, let another node go first, and compete again. Does nothing when not leading.
 
-        No new work is let in, what is in flight ends, then the lock is released.
-        timeout_s: how long the work in flight is waited for, in seconds; None waits for its end. Out of time, the role
-        is released all the same, but not as clean.
+        The gate refuses new work, the work in flight ends, then the lock is released.
+        timeout_s: how long to wait for the work in flight, in seconds; None waits until it has ended. After the
+        timeout, the role is released anyway, but not cleanly.
         """
         await self._run.step_down(role, timeout_s)
 
     async def drain(self, role: str | None = None, timeout_s: float | None = None) -> bool:
         """Give up one role, or all of them with None, and do not compete again until `resume`.
 
-        No new work is let in, what `lead` runs is cancelled, and what is `acting()` is waited for; then term and lock
-        end, and the other nodes are woken. True if the release was clean, or nothing was led.
-        timeout_s: how long `acting()` is waited for, in seconds; None waits for its end. Then its tasks are cancelled;
-        work that is left makes the release not clean, and a successor waits for this node as after a loss.
-        A caller that is cancelled while it waits here has drained all the same.
+        The gate refuses new work, the work of `lead` is cancelled, and `acting()` blocks are waited for; then term and
+        lock end, and the other nodes are woken. True if the release was clean, or nothing was led.
+        timeout_s: how long to wait for `acting()` blocks, in seconds; None waits until they have ended. After the
+        timeout, their tasks are cancelled; if work is left even then, the release is not clean, and a successor waits
+        for this node as after a loss. The drain goes on if the caller is cancelled while it waits.
         """
         return await self._run.drain(role, timeout_s)
 
     async def resume(self, role: str | None = None) -> None:
-        """Compete again for what was drained: one role, or all of them with None."""
+        """Compete again for drained roles: one, or all of them with None."""
         await self._run.resume(role)
 
     # --- Roles
 
     async def add_role(self, name: str, key: int | None = None) -> None:
-        """Compete for one more role from now on.
+        """Start to compete for one more role.
 
         key: a 64-bit key of your own; None derives it from namespace and name.
         """
         await self._run.add_role(name, key)
 
     async def remove_role(self, name: str, timeout_s: float | None = None) -> None:
-        """Drain one role as `drain` does, and forget it: `gate(name)` raises, a running `lead` of it returns None.
+        """Drain one role as `drain` does, and forget it: `gate(name)` then raises, and a running `lead` returns None.
 
-        A caller that is cancelled during the drain has a role that is drained and still there.
+        If the caller is cancelled during the drain, the role stays, drained.
         """
         await self._run.remove_role(name, timeout_s)
 
     # --- State
 
     async def _open_ledger(self, setup: Setup, identity: Identity, previous: int | None) -> Ledger:
-        """`pgleaderlock.testing` has one in memory."""
+        """Open the ledger. `pgleaderlock.testing` overrides this with a ledger in memory."""
         return await connected(setup, identity, clock=self._clock, rng=self._rng, previous=previous)
 
     @property
@@ -341,16 +345,16 @@ class LeaderElection:
         return self._run.last_error
 
     def state(self, role: str) -> LockState:
-        """Where this node stands with the role's lock."""
+        """The state of this node for the role."""
         found = self._roster.role(role)
         return found.driver.state if found is not None else LockState.STOPPED
 
     def gate(self, role: str) -> LeaderGate:
-        """May this node act for the role, now? The gate answers, from any thread."""
+        """The role's gate, which any thread may ask whether this node may act now."""
         return self._roster.gate(role)
 
     def leader(self, role: str) -> LeaderInfo | None:
-        """Who leads the role, as this node last saw it; None if no node does or nothing was seen yet."""
+        """The role's leader, as this node last saw it; None if no node leads or nothing was seen yet."""
         return self._roster.leader(role)
 
     def tenure_s(self, role: str) -> float | None:
@@ -365,32 +369,32 @@ class LeaderElection:
         return None if acked_at is None else self._clock.now() - acked_at
 
     def draining(self, role: str) -> bool:
-        """Is the role being given up now: no new work is let in, and what is in flight is waited for?"""
+        """Is this node giving the role up now, and still waiting for work in flight?"""
         return self.state(role) is LockState.RELEASING
 
     def drained(self, role: str) -> bool:
-        """Was it drained, and not resumed? This node does not compete for it then."""
+        """Was the role drained and not resumed? Then this node does not compete for it."""
         found = self._roster.role(role)
         return found is not None and found.drained
 
     def competes(self, role: str) -> bool:
-        """Does this node lead the role, or would it? Not while it is stopped or drained, its work has failed for good,
-        or there is no session."""
+        """Does this node lead the role, or compete for it? False while the election is stopped, the role is drained or
+        given up because its work has failed, or there is no session."""
         found, setup = self._roster.role(role), self._setup
         if found is None or found.given_up or not setup.candidate or found.driver.state is LockState.STOPPED:
             return False
         return setup.standalone or self.heartbeat_age_s() is not None
 
     def work_error(self, role: str) -> BaseException | None:
-        """What the role's work in `lead` has raised, until it is started again; None if it has not failed."""
+        """The exception of the role's work in `lead`, until the work is started again; None if it has not failed."""
         found = self._roster.role(role)
         failure = found.works.failure if found is not None else None
         return None if failure is None else failure.error
 
-    # --- Who hears of it
+    # --- Observers and callbacks
 
     def observe(self, observer: ElectionObserver) -> None:
-        """Call this observer's hooks from now on; for the roles that are there, `role_added` is called at once."""
+        """Call this observer's hooks from now on. For the roles that exist already, `role_added` is called at once."""
         self._news.observe(observer)
 
     async def changes(self) -> AsyncIterator[LeaderStateChanged]:
@@ -403,7 +407,7 @@ class LeaderElection:
     # Each returns the function unchanged, so that all serve as decorators.
 
     def on_acquired(self, fn: RoleCallbackT) -> RoleCallbackT:
-        """Call `fn(role)` when this node holds the role's lock and its term has begun; its gate may still wait."""
+        """Call `fn(role)` when a term of this node has begun. Its gate may not be open yet."""
         self._callbacks.add("on_acquired", fn)
         return fn
 

@@ -43,7 +43,7 @@ class ConnectionError(PgLeaderLockError):
 
 
 class UnsafeSessionError(ConnectionError):
-    """The session works, but a lock taken on it would not exclude anybody, so none is taken.
+    """The session works, but a lock on it would not exclude other sessions, so none is taken.
 
     `reason` is one word for programs: `pooler`, `standby`, `version` or `settings`.
     """
@@ -54,18 +54,18 @@ class UnsafeSessionError(ConnectionError):
 
 
 class LockError(PgLeaderLockError):
-    """The lock could not be taken or given back as asked."""
+    """The lock could not be taken or released as requested."""
 
 
 class CoordinationError(PgLeaderLockError):
-    """One-shot leadership was not obtained, or not kept: one of the two below."""
+    """One-shot leadership was not obtained, or not kept: `LockNotAcquired` or `DatabaseError`."""
 
 
 class LockNotAcquired(CoordinationError):
-    """Somebody else leads. Not a failure of anything: exit, wait or go on without.
+    """Another session leads. This is not a failure: exit, wait, or continue without leadership.
 
-    `holder_pid` and `holder_application_name` say who, as far as this database role may see it. `subscription_name` is
-    `name`, for those who coordinate subscriptions.
+    `holder_pid` and `holder_application_name` identify that session, as far as this database role may see it.
+    `subscription_name` is an alias of `name`, for code that coordinates subscriptions.
     """
 
     def __init__(self, name: str, *, holder_pid: int | None = None, holder_application_name: str | None = None) -> None:
@@ -82,7 +82,7 @@ class LockNotAcquired(CoordinationError):
         return self.name
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions are pickled by their arguments, and ours takes others than its text.
+        # Exceptions are pickled with their `args`, but this constructor takes other arguments than the text.
         state = {"holder_pid": self.holder_pid, "holder_application_name": self.holder_application_name}
         return type(self), (self.name,), state
 
@@ -121,18 +121,18 @@ class NotFenced(PgLeaderLockError):
 
 
 class FenceLost(PgLeaderLockError):
-    """The transaction that was fenced had ended before the block did: what was written after that was not fenced."""
+    """The fenced transaction ended before the block did: everything written after that was not fenced."""
 
 
 class ShutdownError(PgLeaderLockError):
-    """A shutdown did not end in the time it was given; the connection was cut to free the lock."""
+    """A shutdown did not end within its timeout; the connection was cut to free the lock."""
 
 
 class LockHeld(LockError):
-    """Somebody else's lease of a lock server's lock is good, or somebody else's turn has come. Come back later.
+    """Another owner has a valid lease of a lock server's lock, or it is another waiter's turn. Try again later.
 
-    `current_owner_id` says who, `recommended_retry_s` when to come back; `reason` is `HELD`, or `BUSY_RETRY` when the
-    server's store was merely contended.
+    `current_owner_id` is that owner, `recommended_retry_s` when to try again; `reason` is `HELD`, or `BUSY_RETRY` if
+    the server's store was only contended.
     """
 
     def __init__(
@@ -157,10 +157,11 @@ class LockHeld(LockError):
 
 
 class LeaseLost(LockError):
-    """A lease of the lock server is no longer good: stop what it protects. `reason` is one word for programs.
+    """A lease of the lock server is no longer valid: stop what it protects. `reason` is one word for programs.
 
-    `not_owner` (the server said so: expired, broken or taken), `deadline` (no renewal was acknowledged in time, so that
-    others may have it), `released`, or `forked` (it belongs to the parent process).
+    `not_owner` (the server said so: the lease has expired, was broken, or another owner has the lock), `deadline` (no
+    renewal was acknowledged in time, so another owner may have the lock), `released`, or `forked` (the lease belongs to
+    the parent process).
     """
 
     def __init__(self, lock_name: str, reason: str, message: str) -> None:
@@ -173,11 +174,12 @@ class LeaseLost(LockError):
 
 
 class LockServerError(PgLeaderLockError):
-    """The lock server did not do what it was asked: one of the two below, or an answer that makes no sense."""
+    """The lock server did not carry out the request: one of the two errors below, or an invalid response."""
 
 
 class LockServerUnreachable(LockServerError):
-    """No lock server gave an answer. What was asked may have been done all the same. `retry_after_s`, if one said."""
+    """No lock server answered. The request may have been carried out anyway. `retry_after_s` is set if a server sent
+    one."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -185,7 +187,8 @@ class LockServerUnreachable(LockServerError):
 
 
 class LockServerRefused(LockServerError):
-    """The lock server refused the request, with HTTP `status` 4xx. Nothing was done. `retry_after_s`, if it said so."""
+    """The lock server refused the request, with HTTP `status` 4xx. Nothing was changed. `retry_after_s` is set if the
+    server sent one."""
 
     def __init__(self, status: int, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)

@@ -3,13 +3,14 @@
     async with fenced(conn, token):
         await conn.execute("UPDATE jobs SET …")
 
-One statement more in your own transaction. From then until the transaction ends, no newer epoch can begin, so what you
-write is committed before the next leader starts, or not at all. It needs no clock, and holds at every isolation level.
+The fence is one more statement in your own transaction. From then until the transaction ends, no newer epoch can begin,
+so your writes are committed before the next leader starts, or not at all. It needs no clock, and works at every
+isolation level.
 
-What it does not promise: anything about writes outside this transaction, in another database or to another system; nor
-about what you write after a COMMIT or ROLLBACK of your own inside the block, or a rollback to a savepoint that is older
-than the fence: the fence ends there, and the end of the block says so (`FenceLost`). A transaction that stays open
-holds up the next leader: one that falls silent is ended by the server.
+What it does not promise: anything about writes outside this transaction, in another database or to another system; or
+about writes after a COMMIT or ROLLBACK of your own inside the block, or after a rollback to a savepoint that is older
+than the fence. The fence ends there, and the end of the block raises `FenceLost`. A transaction that stays open delays
+the next leader; if it is idle for too long, the server ends it.
 
 Must never write anything itself, and never send a notification: it runs in the caller's transaction.
 """
@@ -57,14 +58,14 @@ IDLE_TIMEOUT_S = 10.0
 # PostgreSQL keeps this setting as milliseconds in 32 bits.
 IDLE_TIMEOUT_S_MAX = 2_147_483.0
 EPOCH_MAX = 2**63 - 1
-# A transaction that we have begun ourselves may have been overtaken by a bump between its snapshot and its fence. The
-# next one knows for certain; a third is for a second bump in that moment.
+# A bump may overtake a transaction that we have begun, between its snapshot and its fence. A second transaction then
+# sees the outcome; the third one is for a second bump at that moment.
 TRIES_MAX = 3
 
 Row = TypeVar("Row")
 
-# Two databases may have issued the same epoch, so a token's holder is compared once with what this database knows. A
-# connection cannot change its database: what it has accepted once needs no second look.
+# Two databases may have issued the same epoch, so a token's holder is checked against this database, once per
+# connection: a connection cannot change its database.
 _accepted: weakref.WeakKeyDictionary[AnyConnection, LeaderToken] = weakref.WeakKeyDictionary()
 
 
@@ -81,12 +82,12 @@ def fenced(
 
 
 def fenced(conn: Any, token: LeaderToken, *, idle_timeout_s: float = IDLE_TIMEOUT_S) -> Any:
-    """A block in which this connection's transaction is fenced: `async with` or `with`, as the connection is.
+    """A block in which this connection's transaction is fenced: `async with` or `with`, depending on the connection.
 
-    Begins a transaction and commits it at the end of the block, or joins the one that is open and leaves the end of it
-    to you. With autocommit off and no open transaction it cannot know which of the two you mean: `ConfigurationError`.
-    Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one, and
-    `FenceLost` at the end of the block when the transaction that is open then is not the one that was fenced.
+    It begins a transaction and commits it at the end of the block, or joins the open transaction, which you then end
+    yourself. With autocommit off and no open transaction, it cannot know which of the two you mean, and raises
+    `ConfigurationError`. Raises `StaleEpoch`, before the block is entered, if the token's epoch is no longer the
+    current one, and `FenceLost` at the end of the block if the open transaction is not the fenced one.
 
     `idle_timeout_s`: the server ends the session when it has been silent for this long inside the transaction.
     """
@@ -102,7 +103,7 @@ def fenced(conn: Any, token: LeaderToken, *, idle_timeout_s: float = IDLE_TIMEOU
 class Block:
     """A fenced block, for every kind of connection: enters a fenced transaction, and checks the fence at the end.
 
-    A subclass says what its kind of connection does in its own way: `tries`, `begin`, `send` and `check`.
+    A subclass implements what differs between kinds of connections: `tries`, `begin`, `send` and `check`.
     """
 
     def __init__(self, target: Any, token: LeaderToken, params: dict[str, object]) -> None:
@@ -110,7 +111,7 @@ class Block:
         self._transaction: Any = None
 
     def tries(self) -> int:
-        """How often a transaction may be begun; 0: the fence goes into the open one, and the caller ends that."""
+        """How often a transaction may be begun; 0: the fence joins the open one, which the caller ends."""
         raise NotImplementedError
 
     def begin(self) -> Any:
@@ -118,11 +119,11 @@ class Block:
         raise NotImplementedError
 
     def send(self) -> Steps[None]:
-        """Take the fence, or raise why it is refused."""
+        """Take the fence. Raises if it is refused."""
         raise NotImplementedError
 
     def check(self) -> Steps[None]:
-        """Raise `FenceLost` unless the transaction that is open is the fenced one."""
+        """Raise `FenceLost` unless the open transaction is the fenced one."""
         raise NotImplementedError
 
     def enter(self) -> Steps[Any]:
@@ -145,14 +146,14 @@ class Block:
                 return self.target
 
     def leave(self, error: BaseException | None) -> Steps[bool | None]:
-        """Ends what `enter` has begun; true if that takes care of the error, as of `psycopg.Rollback`."""
+        """End what `enter` has begun; true if that handles the error, such as `psycopg.Rollback`."""
         transaction = self._transaction
         if error is None:
             try:
                 yield from self.check()
             except BaseException as lost:
                 if transaction is not None:
-                    with contextlib.suppress(Exception):  # a savepoint cannot be rolled back if it has gone as well
+                    with contextlib.suppress(Exception):  # the savepoint may be gone as well
                         yield _ended(transaction, lost)
                 raise
         if transaction is None:
@@ -191,12 +192,13 @@ def fenced_sync(block: Block) -> Iterator[Any]:
 
 class _PsycopgBlock(Block):
     def tries(self) -> int:
-        """Raises when the connection is not usable.
+        """Raises if the connection is not usable.
 
         Inside a `conn.transaction()` block psycopg refuses `commit()` and `rollback()`, so the fence lasts as long as
-        our block. In a transaction that psycopg began by itself it does not: there a savepoint of ours makes it do so,
-        or else what is written after a `commit()` within the block would be fenced by nothing. A transaction that was
-        open before keeps its snapshot: only the caller can begin a new one, so there is one try.
+        our block. In a transaction that psycopg has begun implicitly, it allows them, and writes after a `commit()`
+        within the block would not be fenced: so we open a savepoint block there, which makes psycopg refuse them. A
+        transaction that was open before keeps its snapshot, and only the caller can begin a new one: so there is one
+        try.
         """
         conn = self.target
         if conn.closed:
@@ -244,10 +246,10 @@ class _PsycopgBlock(Block):
 
 
 def _whose_transaction(conn: AnyConnection) -> ConfigurationError:
-    """Autocommit is off because somebody else commits, who may believe that a transaction is open already.
+    """The error for autocommit off without an open transaction: it is unclear who commits, `fenced` or the owner.
 
-    To commit here would keep what that owner means to roll back; to leave the commit to an owner who expects it of us
-    would lose what was written, and hold up the next leader.
+    If `fenced` committed, it might keep changes that the owner means to roll back. If it did not, although the owner
+    expects it to, the writes would be lost and the open transaction would delay the next leader.
     """
     remedy = (
         "connect with autocommit=True, and fenced begins and commits; or begin your own transaction first, as in "
@@ -286,11 +288,12 @@ def fence_params(token: LeaderToken, idle_timeout_s: float) -> dict[str, object]
 
 
 def still_fenced(status: int, application_name: str | None, params: dict[str, object]) -> bool | None:
-    """Is the fenced transaction the one that is open? From what the server has reported by itself; None: ask it."""
+    """Is the open transaction the fenced one, by what the server has reported so far? None: the server must be
+    asked."""
     if status == pq.TransactionStatus.IDLE:
         return False
     if status != pq.TransactionStatus.INTRANS:
-        return True  # it has failed, or the connection is broken or busy: leaving the block commits nothing
+        return True  # the transaction has failed, or the connection is broken or busy: nothing will be committed
     return True if application_name is not None and str(params["mark"]) in application_name else None
 
 
@@ -303,10 +306,11 @@ def fence_lost(token: LeaderToken) -> FenceLost:
 
 
 def meaning(error: BaseException, token: LeaderToken | None = None) -> PgLeaderLockError | None:
-    """What a driver's error means to a fenced writer: one of our own errors, or None when it is none of ours.
+    """The library's error for a driver's error in a fenced transaction; None if the error is unrelated to the fence.
 
-    Also for errors of your own statements: a write to a fenced table without a fence is `NotFenced`. With a `token` the
-    error is taken for one of the fence's own statement, where a serialization failure means `StaleEpoch` as well.
+    It also takes errors of your own statements: a write to a fenced table without a fence is `NotFenced`. With a
+    `token`, the error counts as one of the fence's own statement, where a serialization failure also means
+    `StaleEpoch`.
     """
     sqlstate = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     diagnostic = getattr(error, "diag", None)
@@ -359,6 +363,6 @@ _REFUSALS: dict[str, Callable[[str, LeaderToken], PgLeaderLockError]] = {
 
 
 def raced(error: BaseException) -> bool:
-    """Was the answer only that something had changed? A new transaction would get a definite one."""
+    """Did the fence fail only because of a change after the snapshot? A new transaction would get a definite answer."""
     cause = error.__cause__
     return (getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)) == "40001"

@@ -1,15 +1,14 @@
 """The acting gate: may this node act for this role, now?
 
-Decided by the clock at the moment it is asked, never by "no error yet": a process that wakes from a long pause is
-refused before its event loop has run. A gate opens when its election says so, closes by itself at its deadline, and
-opens again when heartbeats resume in the same term. Any thread may ask; a forked child is refused until it starts the
-election itself.
+The gate compares the clock with its deadline at each call, and never relies on "no error yet": a process that wakes
+from a long pause is refused before its event loop has run. The election opens a gate; the gate shuts by itself at its
+deadline, and opens again when heartbeats resume in the same term. Any thread may ask; a forked child is refused until
+it starts the election itself.
 
-What it does not promise: a side effect that was already on its way when the gate closed. For writes into the same
-database use the fence, which needs no clock at all. For a process that goes on working behind a shut gate there is
-`Watchdog`.
+What it does not promise: a side effect that was already under way when the gate shut. For writes into the same database
+use the fence, which needs no clock. `Watchdog` ends a process that goes on working behind a shut gate.
 
-Knows nothing of sessions.
+It is independent of sessions.
 """
 
 import asyncio
@@ -32,10 +31,10 @@ __all__ = ["EXIT_CODE", "LeaderGate", "Watchdog"]
 
 NEVER = float("inf")
 EXIT_CODE = 70  # EX_SOFTWARE
-# The watchdog looks this many times within its limit, and at least once per LOOK_S_MAX.
+# The watchdog checks this many times within its limit, and at least once per LOOK_S_MAX.
 LOOKS = 4
 LOOK_S_MAX = 1.0
-# Of one term, kept until somebody has heard of them.
+# The most gaps of one term that are kept until the ledger has recorded them.
 GAPS_MAX = 100
 
 _EXPLAINED = {
@@ -54,7 +53,7 @@ REASONS = (*_EXPLAINED, "epoch_changed")
 
 
 class _Opening(NamedTuple):
-    """When the gate is open, and for whom. One immutable value, read once: no half of it can be stale."""
+    """When the gate is open, and in which term. One immutable value that is read at once, so its parts always match."""
 
     opens_at: float
     deadline: float
@@ -65,7 +64,7 @@ _SHUT = _Opening(NEVER, -NEVER, None)
 
 
 class Gap(NamedTuple):
-    """A time within a term in which its gate was shut, and why; on the gate's clock."""
+    """A period within a term in which the gate was shut, and why; on the gate's clock."""
 
     from_at: float
     to_at: float
@@ -73,14 +72,14 @@ class Gap(NamedTuple):
 
 
 class GateRecord(NamedTuple):
-    """When the gate of the current term could act, on its clock."""
+    """When the leader of the current term could act, on the gate's clock."""
 
     opened_at: float | None
-    """For the first time; None if it never could."""
+    """When the gate first opened; None if it has not."""
     shut_at: float | None
-    """The last moment at which it could, if it is shut now."""
+    """The last moment at which the gate was open, if it is shut now."""
     gaps: tuple[Gap, ...]
-    """When it was shut in between, as far as nobody has heard of it yet."""
+    """The periods in between in which the gate was shut and that the ledger has not recorded yet."""
 
 
 class LeaderGate:
@@ -90,7 +89,7 @@ class LeaderGate:
     """
 
     def __init__(self, role: str, *, clock: Clock = BOOT_CLOCK) -> None:
-        """Shut, until its election opens it. `clock` counts the seconds of opening and deadline; suspend counts."""
+        """The gate is shut until its election opens it. `clock` must count through a suspend."""
         self.role = role
         self._clock = clock
         self._now = clock.now
@@ -99,14 +98,14 @@ class LeaderGate:
         self._closed_because = "never_led"
         self._held_shut: set[str] = set()
         self.lapses = 0
-        """How often a heartbeat came after the deadline: the gate had shut by itself, and was opened again."""
+        """How often the gate has shut at its deadline and was opened again by a later heartbeat."""
         self._opened_at: float | None = None
         self._acted_until: float | None = None
         self._gaps: list[Gap] = []
         self._lock = threading.Lock()
         self._acting: dict[object, asyncio.Task[Any] | None] = {}  # None: in a thread without a loop
         self._blocked: Counter[str] = Counter()
-        self._counting = threading.Lock()  # not the gate's own: `acting` asks while it holds that
+        self._counting = threading.Lock()  # separate from `_lock`, which `acting` holds while it asks
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         _gates.add(self)
 
@@ -120,18 +119,18 @@ class LeaderGate:
 
     @property
     def shut_because(self) -> str | None:
-        """Why this node must not act now, as `NotLeader.reason` says it; None while the gate is open."""
+        """Why this node must not act now, in the words of `NotLeader.reason`; None while the gate is open."""
         return None if self.is_leader else self._refusal().reason
 
     @property
     def current_epoch(self) -> int | None:
-        """The epoch of the term that this node is in, whether the gate is open or not; None when it leads nothing."""
+        """The epoch of this node's term, whether the gate is open or not; None outside a term."""
         token = self._term.token
         return None if token is None else token.epoch
 
     @property
     def holder_identity(self) -> str | None:
-        """This node's identity in the ledger, in its term; None when it leads nothing."""
+        """This node's identity in the ledger; None outside a term."""
         token = self._term.token
         return None if token is None else token.holder_identity
 
@@ -158,7 +157,7 @@ class LeaderGate:
 
     @property
     def blocked(self) -> Mapping[str, int]:
-        """How often `require_leader` and `ensure_epoch` have refused, by reason, since the gate was made."""
+        """How often `require_leader` and `ensure_epoch` have refused, by reason, since the gate was created."""
         with self._counting:
             return dict(self._blocked)
 
@@ -173,7 +172,7 @@ class LeaderGate:
             yield token
         finally:
             with self._lock:
-                self._acting.pop(mark, None)  # a fork inside the block has emptied the child's
+                self._acting.pop(mark, None)  # missing in a child that was forked inside the block
                 self._wake()
 
     def fenced(self, conn: Any, **options: Any) -> Any:
@@ -238,18 +237,19 @@ class LeaderGate:
             self._publish()
 
     def drain(self) -> None:
-        """Let nothing new in; what is in flight goes on."""
+        """Refuse new work; work in flight goes on."""
         self._hold_shut("draining", shut=True)
 
     def cancel_acting(self, *, but: "asyncio.Task[Any] | None" = None) -> None:
-        """The time of a drain is over: cancel the tasks inside `acting()`, but not the one that waits for the drain.
+        """The timeout of a drain has passed: cancel the tasks inside `acting()`, but not the task that waits for the
+        drain.
 
-        What acts in a thread cannot be cancelled.
+        Work in a thread cannot be cancelled.
         """
         with self._lock:
             acting = [task for task in self._acting.values() if task is not None and task is not but]
         for task in acting:
-            with contextlib.suppress(RuntimeError):  # that loop has been closed, and its tasks with it
+            with contextlib.suppress(RuntimeError):  # that loop is closed, so its tasks have ended
                 task.get_loop().call_soon_threadsafe(cancel_once, task)
 
     def switch_off(self) -> None:
@@ -279,16 +279,16 @@ class LeaderGate:
 
     @property
     def untold(self) -> bool:
-        """Was it shut and opened again, and nobody has heard of that yet?"""
+        """Are there gaps that the ledger has not recorded yet?"""
         return bool(self._gaps)
 
     def told(self, gaps: Collection[Gap]) -> None:
-        """These gaps are on record elsewhere."""
+        """The ledger has recorded these gaps."""
         with self._lock:
             self._gaps = [gap for gap in self._gaps if gap not in gaps]
 
     async def wait_idle(self) -> None:
-        """Return once nothing is in flight."""
+        """Return once no work is in flight."""
         await self._until(lambda: not self._acting, lambda: NEVER)
 
     async def wait_closed(self, token: LeaderToken) -> None:
@@ -301,7 +301,7 @@ class LeaderGate:
 
     def shut_in_child(self) -> None:
         """In a forked child: the term, its work and its waits are the parent's."""
-        # The parent's may have been held by another thread at the fork.
+        # Another thread may have held the parent's locks at the fork.
         self._lock, self._counting = threading.Lock(), threading.Lock()
         self._held_shut = self._held_shut & {"disabled", "vetoed"} | {"forked"}
         self._visible = _SHUT
@@ -309,7 +309,7 @@ class LeaderGate:
         self._acting = {}
 
     def begin_anew(self) -> None:
-        """The election is started in this process: after a fork, what the gate knows of the parent's term is void."""
+        """The election is started in this process: after a fork, forget the parent's term."""
         with self._lock:
             if "forked" in self._held_shut:
                 self._held_shut.discard("forked")
@@ -338,7 +338,7 @@ class LeaderGate:
         self._wake()
 
     def _note(self, opening: _Opening, now: float) -> None:
-        """Until when this opening, which has been in force up to now, let the term act."""
+        """Update from and until when the term could act, by this opening, which was in force until now."""
         if opening.opens_at <= now and opening.opens_at < opening.deadline:
             self._opened_at = opening.opens_at if self._opened_at is None else self._opened_at
             self._acted_until = min(now, opening.deadline)
@@ -346,7 +346,7 @@ class LeaderGate:
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
         for loop, future in waiting:
-            with contextlib.suppress(RuntimeError):  # that loop has been closed: nothing waits there any more
+            with contextlib.suppress(RuntimeError):  # that loop is closed, so no task waits there
                 loop.call_soon_threadsafe(settle, future)
 
     def _next_opening(self) -> float:
@@ -354,9 +354,9 @@ class LeaderGate:
         return opens_at if opens_at < deadline else NEVER
 
     async def _until(self, condition: Callable[[], bool], moment: Callable[[], float]) -> None:
-        """Return once the condition holds. Looks again at every change, and when the moment has come on the clock.
+        """Return once the condition holds. Checks it at every change of the gate, and at `moment()` on the clock.
 
-        Registered before it looks: another thread may change the gate in between.
+        It registers for changes before each check, because another thread may change the gate in between.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -416,8 +416,8 @@ os.register_at_fork(after_in_child=_shut_in_child)
 class Watchdog:
     """Ends the process once a gate has been shut for `after_s` seconds while work behind it goes on.
 
-    The last resort against a node that does not notice that it leads no more. Runs on a thread of its own, because the
-    event loop may be what is stuck.
+    It is the last resort against a node that does not notice that it no longer leads. It runs in a separate thread,
+    because the event loop itself may be stuck.
     """
 
     def __init__(self, gates: Callable[[], Collection[LeaderGate]], after_s: float, clock: Clock) -> None:

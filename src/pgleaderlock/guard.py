@@ -1,10 +1,11 @@
 """One-shot leadership: try once, and get a guard or a clear no.
 
-For services that leave retrying to Kubernetes, systemd or cron. `acquire_leadership` sends one statement over a
-connection of yours: it neither waits nor retries. The two helpers below it do, on a connection of their own.
+For services that leave retrying to Kubernetes, systemd or cron. `acquire_leadership` sends one statement over your
+connection: it neither waits nor retries. `acquire_leadership_with_retry` and `acquire_leadership_blocking` do, on a
+separate connection.
 
-What a guard does not promise is what no lock promises: see the first lines of `lock`. On a connection of yours there is
-no lease either: a frozen process keeps the lock until its connection ends. The helpers' connections have a lease.
+A guard does not promise more than any lock: see the docstring of `lock`. On your own connection there is no lease
+either: a frozen process keeps the lock until its connection ends. The helpers' connections have a lease.
 
 Must never leave a lock behind that no guard holds.
 """
@@ -48,18 +49,18 @@ __all__ = [
 
 T = TypeVar("T")
 
-# The helpers' own sessions: probed this often, dropped by the server when silent for the lease.
+# The helpers' own sessions are probed this often, and dropped by the server after a silence of the lease.
 PROBE_INTERVAL_S = 5.0
 STATEMENT_TIMEOUT_S = 5.0
 LEASE_S = 15.0
-# One wait at the server is cut into slices by the session; this only bounds a single call of it.
+# The session cuts a wait at the server into slices; this only bounds a single call of it.
 SLICE_S_MAX = 60.0
 
 _log = get_logger("pgleaderlock")
 
 
 class _Backing(Protocol):
-    """Where a guard's lock lives: on the caller's connection, or on a session of our own."""
+    """What holds a guard's lock: the caller's connection, or a session of our own."""
 
     @property
     def closed(self) -> bool: ...
@@ -70,7 +71,8 @@ class _Backing(Protocol):
 
 
 class LeadershipGuard:
-    """Leadership that was obtained. Release it, or leave its block; lose it, and `lost()` returns.
+    """Leadership that was obtained. Call `release()` or leave the guard's block to end it; `lost()` returns if it is
+    lost.
 
     It belongs to the process that obtained it: in a forked child it is not held, and sends nothing.
     """
@@ -84,11 +86,12 @@ class LeadershipGuard:
 
     @property
     def held(self) -> bool:
-        """Not released, and the connection not known to be closed. `check()` asks the server."""
+        """True while leadership was not released and the connection is not known to be closed. `check()` asks the
+        server."""
         return self._backing is not None and os.getpid() == self._owner_pid and not self._backing.closed
 
     async def release(self) -> None:
-        """Give leadership back. A second call does nothing, nor does any call in a forked child.
+        """Release leadership. A second call does nothing, and neither does a call in a forked child.
 
         Raises `DatabaseError` if the session had ended before: another node may have led in between.
         """
@@ -96,7 +99,8 @@ class LeadershipGuard:
 
     async def _release(self, *, abandon: bool) -> None:
         if os.getpid() == self._owner_pid:
-            # One at a time: the unlock of a second call would free what the connection has taken anew in between.
+            # One at a time: the unlock of a second call would free a lock that the connection has taken again in
+            # between.
             async with self._turn:
                 await self._release_once(abandon=abandon)
 
@@ -111,7 +115,7 @@ class LeadershipGuard:
         try:
             unlocked = await backing.unlock(abandon=abandon)
         except PgLeaderLockError:
-            if backing.closed:  # not refused, but over: there is nothing left to release
+            if backing.closed:  # the session has ended: there is nothing left to release
                 self._backing = None
                 await backing.close()
             raise
@@ -121,7 +125,7 @@ class LeadershipGuard:
             raise guarding.not_held(self.name)
 
     async def check(self) -> bool:
-        """Ask the server for proof that this very session holds the lock. False when it does not."""
+        """Ask the server for proof that this same session holds the lock. False if it does not."""
         return self.held and self._backing is not None and await self._backing.check()
 
     async def lost(self) -> None:
@@ -160,8 +164,8 @@ async def acquire_leadership(
 ) -> LeadershipGuard:
     """Try once to lead `name` on this open connection, which must be in autocommit. Neither waits nor retries.
 
-    Raises `LockNotAcquired` if another session leads, `DatabaseError` for everything else that can go wrong. If it is
-    cancelled in mid-statement, the connection is closed: whether the lock was granted is unknown then.
+    Raises `LockNotAcquired` if another session leads, and `DatabaseError` for every other failure. If it is cancelled
+    during the statement, the connection is closed, because it is unknown whether the lock was granted.
     """
     keys = key_pair(name, namespace)
     guarding.check_kind(conn, psycopg.AsyncConnection)
@@ -177,9 +181,9 @@ async def acquire_leadership_with_retry(
     namespace: str = DEFAULT_NAMESPACE,
     allow_pooler: bool = False,
 ) -> LeadershipGuard:
-    """Try to lead `name` on a connection of its own, again and again with the policy's delays.
+    """Try repeatedly to lead `name` on a separate connection, with the policy's delays.
 
-    When the policy gives up (None), the last reason is raised: `LockNotAcquired` or `DatabaseError`. Cancelling it
+    When the policy gives up (None), the last error is raised: `LockNotAcquired` or `DatabaseError`. Cancelling it
     leaves nothing held. The guard's connection is probed, has a lease at the server, and is closed by `release()`.
     """
     if isinstance(policy, type) or not isinstance(policy, RetryStrategy):
@@ -196,7 +200,7 @@ async def acquire_leadership_with_retry(
                     return seeker.guard()
                 error: LockNotAcquired | ConnectionError = await seeker.not_acquired()
             except UnsafeSessionError as refusal:
-                raise DatabaseError(str(refusal)) from refusal  # no retry mends a pooler
+                raise DatabaseError(str(refusal)) from refusal  # a retry would not change the pooler
             except ConnectionError as failure:
                 error = failure
             reason = None if isinstance(error, LockNotAcquired) else error
@@ -217,10 +221,10 @@ async def acquire_leadership_blocking(
     namespace: str = DEFAULT_NAMESPACE,
     allow_pooler: bool = False,
 ) -> LeadershipGuard:
-    """Wait to lead `name`, at the server, on a connection of its own; `LockNotAcquired` when `timeout_s` is over.
+    """Wait at the server to lead `name`, on a separate connection. Raises `LockNotAcquired` after `timeout_s`.
 
-    The wait is cut into slices of about half a second, so that it holds back neither vacuum nor an index that is being
-    built; within a slice, first come is first served. Cancelling it leaves nothing held.
+    The wait is cut into slices of about half a second, so that it delays neither vacuum nor the creation of an index;
+    within a slice, waiters are served first come, first served. Cancelling it leaves nothing held.
     """
     check_timeout(timeout_s)
     seeker = _Seeker(dsn, name, namespace, allow_pooler=allow_pooler)
@@ -263,12 +267,12 @@ class _OnConnection:
         try:
             await asyncio.shield(self._ended)
         finally:
-            if not hangup.closed:  # closed in a forked child: its copy of the loop has the parent's registrations
+            if not hangup.closed:  # in a forked child it is closed, and the copied loop must not be touched
                 loop.remove_reader(hangup.fileno())
                 hangup.close()
 
     async def close(self) -> None:
-        guarding.forget(self._conn, self._keys)  # the connection is the caller's, and stays open
+        guarding.forget(self._conn, self._keys)  # the connection belongs to the caller, and stays open
         settle(self._ended)
 
 
@@ -316,7 +320,7 @@ class _Seeker:
         return LeadershipGuard(self._name, self._keys, _OnSession(session, self._name, self._keys, self.clock))
 
     async def _using(self, use: Callable[[DedicatedSession], Awaitable[T]]) -> T:
-        """The session serves until it fails; the next use opens another one."""
+        """Use the session, opening one if there is none. If it fails, the next call opens another one."""
         if self._session is None:
             self._session = await DedicatedSession.open(self._dsn, self._settings)
         session = self._session
@@ -329,7 +333,7 @@ class _Seeker:
 
 
 class _OnSession:
-    """Keeps the lease by probing, and notices the end at the socket or at a failed probe, whichever is first."""
+    """Renews the lease by probing, and notices the end of the session at the socket or at a failed probe."""
 
     def __init__(self, session: DedicatedSession, name: str, keys: KeyPair, clock: Clock) -> None:
         self._session, self._name, self._keys, self._clock = session, name, keys, clock
@@ -349,14 +353,14 @@ class _OnSession:
         except ConnectionError as error:
             raise DatabaseError(f"releasing {self._name!r} failed: {error}") from error
         finally:
-            await self.close()  # whatever the answer: without its session, nothing is held
+            await self.close()  # in any case: closing the session frees the lock
 
     async def check(self) -> bool:
         try:
             async with self._turn:
                 return await self._session.held(self._keys)
         except UnsafeSessionError:
-            return False  # another server session has answered
+            return False  # another backend has answered
         except ConnectionError as error:
             raise DatabaseError(f"checking {self._name!r} failed: {error}") from error
 

@@ -1,12 +1,12 @@
 """The ledger as frozen values: roles, nodes, terms with their failovers, slots, events, operators' requests.
 
-For the command line, the dashboard, and programs of yours. Each answer may be outdated when it is read. A run-time
-role's rights are enough. Every list comes in pages that an index finds, so that a thousand roles and a hundred thousand
-terms cost no more than what is shown. Ledgers of this version and of the one before are understood.
+For the command line, the dashboard, and your own programs. Each answer may be outdated when it is read. The privileges
+of a run-time role are enough. Every list comes in pages that an index finds, so the cost depends on what is shown, even
+with a thousand roles and a hundred thousand terms. Ledgers of this version and of the previous one can be read.
 
-The functions take anything that runs a named statement (`Asks`): `Reader` does so on a connection of yours.
+The functions take any object that runs a named statement (`Asks`): `Reader` does so on your own connection.
 
-Must never write, and never decide.
+Must never write, and never decide who leads.
 """
 
 import dataclasses
@@ -81,21 +81,22 @@ STATES: Mapping[str, tuple[str, Literal["well", "late", "bad"]]] = {
     "acting": ("acting", "well"),
     "forgotten": ("forgotten", "well"),
 }
-"""Every state of a role, the worst first: what it is called, and how bad it is. Only in `acting` somebody may act."""
-TAKEN_SOON_S = 30.0  # what a live candidate wants it takes within this time
+"""Every state of a role, worst first, with its label and how bad it is. Only in `acting` may a node act."""
+TAKEN_SOON_S = 30.0  # a live candidate takes a free role that it competes for within this time
 STUCK_AFTER_S = 60.0  # the default of `alerts export --drain-time`, too: work that takes longer may never end
 NodeState = Literal["starting", "alive", "draining", "drained", "silent", "ended"]
 SlotState = Literal["running", "done", "failed", "lost"]
 
 
 class Asks(Protocol):
-    """Anything that runs a named statement on the database of the ledger."""
+    """An object that runs a named statement on the database of the ledger."""
 
     async def rows(self, name: str, **params: object) -> list[dict[str, Any]]: ...
 
 
 class Reader:
-    """Asks on a psycopg connection of the caller's. Best in autocommit mode, or it leaves a transaction open."""
+    """Runs statements on the caller's psycopg connection, best in autocommit mode: otherwise a transaction stays
+    open."""
 
     def __init__(self, connection: psycopg.AsyncConnection[Any]) -> None:
         self._connection = connection
@@ -106,7 +107,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class LedgerFacts:
-    """Which ledger this is."""
+    """The version of the ledger, and whether its server is a standby."""
 
     version: int
     in_recovery: bool
@@ -114,15 +115,15 @@ class LedgerFacts:
 
 @dataclass(frozen=True, slots=True)
 class RoleView:
-    """One role: who leads it by the ledger, since when, and whether that node may act."""
+    """One role: its leader according to the ledger, since when, and whether that node may act."""
 
     namespace: str
     role: str
     state: RoleState
-    """`acting`: its leader may act. `waiting`: until its predecessor can no longer act. `draining`: no new work, and
-    some is in flight. `vetoed`: its application holds the gate shut. `late`: not heard for so long that its gate has
-    shut. `work_failed`: it leads, and is idle. `nobody`: no node leads, or not one that was heard within its lease.
-    `forgotten`: the same, and an operator has said that nobody misses it."""
+    """`acting`: the leader may act. `waiting`: it waits until its predecessor can no longer act. `draining`: it refuses
+    new work and waits for the work in flight. `vetoed`: its application keeps the gate shut. `late`: it was not heard
+    for so long that its gate has shut. `work_failed`: it leads, but its work has failed. `nobody`: no node leads, or
+    the leader was not heard within its lease. `forgotten`: the same, and an operator has forgotten the role."""
     epoch: int
     node_id: str | None
     holder_identity: str | None
@@ -132,23 +133,23 @@ class RoleView:
     heartbeat_age_s: float | None
     lease_s: float | None
     draining: bool
-    """Its leader drains."""
+    """The leader is draining."""
     candidates: int
-    """Processes that could take this role over now, its leader among them. One of a library that does not say which
-    roles it wants counts for every role of its namespace."""
+    """The number of processes that could take this role over now, including the leader. A process with an older
+    library, which does not declare its roles, counts for every role of its namespace."""
     state_since: dt.datetime | None = None
-    """Of `nobody`: the last moment at which somebody could act, as far as that is known."""
+    """In the state `nobody`: the last moment at which a node could act, if it is known."""
     state_age_s: float | None = None
     opens_in_s: float | None = None
-    """How long a leader that waits will still wait."""
+    """In the state `waiting`: how long the leader will still wait."""
     hold: str | None = None
-    """How its leader holds it: by a `session`, or by a `lease`."""
+    """How the leader holds the role: by a `session`, or by a `lease`."""
     in_flight: int | None = None
-    """The work that its leader last said to be in flight, while it drains."""
+    """In the state `draining`: the work in flight that the leader last reported."""
     why: str = ""
-    """One line: why nobody may act. Empty while somebody may, and of a role that was forgotten."""
+    """One line that says why no node may act. Empty while a node may act, and for a forgotten role."""
     command: str | None = None
-    """What to run next; None if there is nothing to do."""
+    """The command to run next; None if there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,20 +159,21 @@ class NodeView:
     namespace: str
     node_id: str
     state: NodeState
-    """`starting`: no heartbeat yet. `draining`: it still leads; `drained`: it leads nothing, and does not compete.
-    `silent`: not heard for longer than its lease, and it has not said goodbye. `ended`: it has."""
+    """`starting`: no heartbeat yet. `draining`: drained, but it still leads; `drained`: it leads nothing and does not
+    compete. `silent`: not heard for longer than its lease, and its session was not closed. `ended`: its session was
+    closed."""
     live: bool
-    """Heard within its lease, and not ended: whatever it does."""
+    """Whether it was heard within its lease and has not ended, whatever its state."""
     requested: str | None
-    """What an operator has asked of it and it has not done yet: `drain` or `resume`."""
+    """The operator's request that it has not carried out yet: `drain` or `resume`."""
     name_shared: bool
-    """Another one that lives has the same `node_id`: a request to this node reaches both."""
+    """Another live node has the same `node_id`: a request to this node reaches both."""
     leads: int
     candidate: bool
     draining: bool
     balance: bool
     hold: str
-    """`session`, or `lease` for a node without a session of its own."""
+    """`session`, or `lease` for a node without a session."""
     session_id: int
     host: str
     os_pid: int
@@ -188,7 +190,7 @@ class NodeView:
     heartbeat_age_s: float
     ended_at: dt.datetime | None
     wants: int | None = None
-    """How many roles it competes for; None if it has not said."""
+    """How many roles it competes for; None if it has not declared them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,32 +204,33 @@ class Term:
     holder_identity: str
     began_at: dt.datetime
     ended_at: dt.datetime | None
-    """None: it has not ended. Of a term that was lost, the last heartbeat: its true end is not known."""
+    """None if it has not ended. For a lost term, the last heartbeat, because its true end is not known."""
     reason: str | None
     lasted_s: float
-    """Up to now, if it has not ended."""
+    """The duration of the term; up to now if it has not ended."""
     prev_epoch: int | None
     prev_node_id: str | None
     prev_reason: str | None
     failover_s: float | None
-    """From the last moment at which somebody could act before it to the first at which its own leader could; up to now,
-    if that one still waits. None for the first term, and for one that never could act."""
+    """From the last moment at which a leader before it could act to the first moment at which its own leader could; up
+    to now if that leader still waits. None for the first term, and for a term whose leader never could act."""
     opened_at: dt.datetime | None = None
-    """When its gate opened first. None: never, or its leader did not say."""
+    """When its gate first opened. None if it never did, or if its leader did not report it."""
     shut_at: dt.datetime | None = None
-    """When its gate shut for good, if that was before its end."""
+    """When its gate shut for the last time, if that was before the end of the term."""
     shut_s: float = 0.0
-    """How long its gate was shut between two times at which it was open; in a term that lasts, also since it shut."""
+    """How long its gate was shut between openings; in an open term, also since it last shut."""
     nobody_since: dt.datetime | None = None
-    """The last moment at which somebody could act before it: from then on `failover_s` is counted."""
+    """The last moment at which a leader before it could act: `failover_s` counts from there."""
     silent_since: dt.datetime | None = None
-    """Of a term that has not ended: the last heartbeat, if it is longer ago than the lease. Nobody leads, and no node
-    was left to end the term."""
+    """For an open term: the last heartbeat, if it is longer ago than the lease. No node leads then, and none was left
+    to end the term."""
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Terms of one node that ended together and for one reason: a crash or a drain is one, however many its roles."""
+    """Terms of one node that ended together and for the same reason: a crash or a drain is one incident, however many
+    roles the node led."""
 
     namespace: str
     node_id: str
@@ -236,39 +239,39 @@ class Incident:
     began_at: dt.datetime
     """When the first of the terms ended."""
     ended_at: dt.datetime | None
-    """When the last of the roles had a leader again; None while one has none."""
+    """When the last of the roles had a leader again; None while one of them has none."""
     roles: tuple[str, ...]
     without_leader: tuple[str, ...]
-    """Those of the roles that have no leader yet."""
+    """The roles that have no leader yet."""
     longest_s: float
-    """The longest time for which one of the roles had no leader; up to now, if it has none yet."""
+    """The longest time for which one of the roles had no leader; up to now if it still has none."""
     taken_over_by: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """One slot of `once`: what ran in one tick, and what became of it."""
+    """One slot of `once`: the work of one tick, and how it ended."""
 
     namespace: str
     name: str
     slot: str
     state: SlotState
-    """`running`: its runner is alive. `done`, `failed`: as its runner said. `lost`: its runner is gone, and has not
-    said how it ended."""
+    """`running`: its runner is alive. `done`, `failed`: reported by its runner. `lost`: its runner is gone without
+    reporting an outcome."""
     attempts: int
-    """How often it was begun."""
+    """How often the work was begun."""
     node_id: str | None
-    """Of the last attempt; None if its term is not on record any more."""
+    """The node of the last attempt; None if its term is no longer recorded."""
     holder_identity: str
     epoch: int
     claimed_at: dt.datetime
-    """When its last attempt began."""
+    """When the last attempt began."""
     age_s: float
-    """Since then."""
+    """The time since the last attempt began."""
     ended_at: dt.datetime | None
-    """None: it runs, or when it ended is not known."""
+    """None if it is running, or if its end is not known."""
     took_s: float | None
-    """Up to now, if it runs."""
+    """The duration of the last attempt; up to now if it is running."""
     detail: str | None
     """Why it failed."""
 
@@ -290,7 +293,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """An operator's request in the ledger, and what became of it."""
+    """An operator's request in the ledger, and its outcome."""
 
     request_id: int
     at: dt.datetime
@@ -307,7 +310,7 @@ class RequestView:
 
 
 def as_json(view: Any) -> dict[str, Any]:
-    """A value of this module as JSON can carry it: times in UTC, ISO 8601, milliseconds."""
+    """A value of this module as JSON types: times in UTC, ISO 8601, milliseconds."""
     return {
         field.name: _iso(value) if isinstance(value := getattr(view, field.name), dt.datetime) else value
         for field in dataclasses.fields(view)
@@ -319,7 +322,8 @@ def _iso(moment: dt.datetime) -> str:
 
 
 async def ledger_facts(asks: Asks) -> LedgerFacts:
-    """Which ledger this is; `SchemaError` says what to do if there is none, or none that this role may read."""
+    """The ledger's facts. Raises `SchemaError`, which says what to do, if there is no ledger or this role may not read
+    it."""
     (found,) = await asks.rows("history_ledger")
     if not found["present"]:
         check_schema(None)
@@ -342,7 +346,7 @@ async def namespaces(asks: Asks, *, of_slots: bool = False, limit: int = PAGE_SI
 async def roles(
     asks: Asks, namespace: str, *, after: str = "", limit: int = PAGE_SIZE, with_forgotten: bool = False
 ) -> tuple[RoleView, ...]:
-    """One page of the roles of a namespace, as the database sorts them; `after` is the last name of the page before."""
+    """One page of a namespace's roles, in the database's sort order; `after` is the last name of the previous page."""
     rows = await asks.rows(
         "history_roles",
         namespace=namespace,
@@ -356,7 +360,7 @@ async def roles(
 
 
 async def all_roles(asks: Asks, namespace: str, *, with_forgotten: bool = False) -> list[RoleView]:
-    """Every role of a namespace, read page by page; those that were forgotten only if they are asked for."""
+    """Every role of a namespace, read page by page; without forgotten roles, unless `with_forgotten`."""
     found: list[RoleView] = []
     while True:
         after = found[-1].role if found else ""
@@ -367,7 +371,7 @@ async def all_roles(asks: Asks, namespace: str, *, with_forgotten: bool = False)
 
 
 async def role(asks: Asks, namespace: str, name: str) -> RoleView | None:
-    """One role; None if nobody has ever led it in this ledger."""
+    """One role; None if no node has ever led it in this ledger."""
     rows = await asks.rows(
         "history_roles", namespace=namespace, role=name, prefix="", after="", with_forgotten=True, page_size=1
     )
@@ -375,7 +379,7 @@ async def role(asks: Asks, namespace: str, name: str) -> RoleView | None:
 
 
 def role_view(row: Mapping[str, Any]) -> RoleView:
-    """A row of `history_roles`, with the line that says why, and the command to copy."""
+    """A row of `history_roles`, with the line that says why no node may act, and the command to copy."""
     why, *command = _explained(row)
     return _made(RoleView, row, why=why, command=_command(row["namespace"], *command) if command else None)
 
@@ -388,9 +392,9 @@ def _command(namespace: str, verb: str, *names: str) -> str:
 
 
 def _explained(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Why nobody may act, the command that helps, and what it is about; only an empty word if somebody may.
+    """Why no node may act, the command that helps, and its subject; just an empty string if a node may act.
 
-    Without ages: they are shown beside it, and this changes only when the state does.
+    It contains no ages, which are shown beside it, so that it changes only with the state.
     """
     node, role, before = row["node_id"], row["role"], row["prev_node_id"] or "whoever led before"
     led: Mapping[str, tuple[str, ...]] = {
@@ -409,14 +413,16 @@ def _explained(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _is_stuck(row: Mapping[str, Any]) -> bool:
-    """A drain of the whole node that lasts. Where one role was asked for, the others of the node are left alone."""
+    """Is this a drain of the whole node that takes long? A step-down from one role leaves the node's other roles
+    alone."""
     return row["node_drains"] and (row["state_age_s"] or 0.0) >= STUCK_AFTER_S
 
 
 def remedies(found: Iterable[tuple[str, str, str | None]]) -> list[tuple[list[str], str, str | None]]:
-    """Role, why nobody may act for it, what to run next: roles that have both in common together, in the order given.
+    """Groups roles with the same reason and the same command, in the order given.
 
-    A node that was lost is one reason, however many roles it led.
+    `found` has role, why no node may act for it, and the command to run next. A lost node is one reason, however many
+    roles it led.
     """
     together: dict[tuple[str, str | None], list[str]] = {}
     for name, why, command in found:
@@ -435,7 +441,7 @@ def _unled(row: Mapping[str, Any]) -> tuple[str, ...]:
         return f"{why}; drained, and not competing: {names}", "drain --resume", drained[0]
     if not row["nodes_live"]:
         return f"{why}; no node that would lead is alive", "nodes"
-    # Only of what was given back in order: the nodes of a role that was lost may have crashed, and are to be started.
+    # Only for a role that was released: the nodes of a lost role may have crashed, and must be started.
     if row["reason"] == "released" and not row["work_failed"]:
         return f"{why}; no live node competes for it: start one, or forget the role", "roles forget", row["role"]
     return f"{why}; no live node competes for it", "nodes"
@@ -457,7 +463,7 @@ def _ended(row: Mapping[str, Any]) -> str:
 async def nodes(
     asks: Asks, namespace: str, *, heard_within_s: float = 0.0, limit: int = NODES_MAX
 ) -> tuple[NodeView, ...]:
-    """The nodes that live or lead, by name; and those that live no more but were heard within so many seconds."""
+    """The nodes that live or lead, by name; and those that were heard within `since_s` but no longer live."""
     rows = await asks.rows(
         "history_nodes",
         namespace=namespace,
@@ -470,7 +476,7 @@ async def nodes(
 
 
 def node_state(row: Mapping[str, Any]) -> NodeState:
-    """What a node does, from a row of `history_nodes`: one place for every view."""
+    """The state of a node, from a row of `history_nodes`. Every view uses this function."""
     if row["ended_at"] is not None:
         return "ended"
     if not row["live"]:
@@ -489,9 +495,9 @@ async def terms(
     before_epoch: int = LAST_ID,
     limit: int = PAGE_SIZE,
 ) -> tuple[Term, ...]:
-    """One page of a role's terms, the newest first; `before_epoch` is the last epoch of the page before.
+    """One page of a role's terms, newest first; `before_epoch` is the last epoch of the previous page.
 
-    `since_s`: only terms that went on or ended within so many seconds. A page shorter than `limit` is the last.
+    `since_s`: only terms that were open within this many seconds. A page shorter than `limit` is the last.
     """
     rows = await asks.rows(
         "history_terms",
@@ -506,7 +512,7 @@ async def terms(
 
 
 async def all_terms(asks: Asks, namespace: str, name: str, *, since_s: float | None = None) -> AsyncIterator[Term]:
-    """Every term, the newest first, read page by page."""
+    """Every term, newest first, read page by page."""
     before_epoch = LAST_ID
     while True:
         page = await terms(asks, namespace, name, since_s=since_s, before_epoch=before_epoch, limit=PAGE_SIZE)
@@ -520,9 +526,9 @@ async def all_terms(asks: Asks, namespace: str, name: str, *, since_s: float | N
 async def incidents(
     asks: Asks, namespace: str, *, name: str | None = None, since: dt.datetime, until: dt.datetime | None = None
 ) -> list[Incident]:
-    """What went wrong or was handed over in this time, the newest first; `name`: of one role alone.
+    """The losses and handovers of this time, newest first; with `name`, those of one role.
 
-    From the terms that `all_terms` gives, so that every view agrees about how long nobody led.
+    They come from the terms of `all_terms`, so that every view agrees about how long a role had no leader.
     """
     now = (await asks.rows("history_now"))[0]["now"]
     since_s = max(0.0, (now - since).total_seconds())
@@ -537,7 +543,7 @@ async def incidents(
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The end of a term, and who led next."""
+    """The end of a term, and the next leader."""
 
     role: str
     node_id: str
@@ -548,7 +554,7 @@ class _End:
 
 
 def _ends(found: Sequence[Term], now: dt.datetime, *, forgotten: bool) -> Iterator[_End]:
-    """Of one role's terms, the newest first. Nobody misses the leader of a role that was forgotten."""
+    """The ends of one role's terms, newest first. A forgotten role does not count as a role without a leader."""
     if found and not forgotten and (ended_at := found[0].ended_at or found[0].silent_since) is not None:
         last, gap_s = found[0], (now - ended_at).total_seconds()
         yield _End(last.role, last.node_id, last.reason or "lost", ended_at, gap_s, None)
@@ -563,7 +569,7 @@ def _incidents(namespace: str, ends: Iterable[_End]) -> list[Incident]:
     latest: dict[tuple[str, str], list[_End]] = {}
     for end in sorted(ends, key=lambda end: end.at):
         group = latest.get((end.node_id, end.reason))
-        # A role that comes a second time begins another one: a node that crashes again and again is not one crash.
+        # A second end of the same role begins another incident: repeated crashes of a node are separate incidents.
         apart_s = INCIDENT_APART_S if group is None else (end.at - group[-1].at).total_seconds()
         if group is None or apart_s >= INCIDENT_APART_S or any(end.role == other.role for other in group):
             group = latest[end.node_id, end.reason] = []
@@ -597,7 +603,8 @@ async def events(
     before_id: int = LAST_ID,
     limit: int = PAGE_SIZE,
 ) -> tuple[Event, ...]:
-    """One page of events (of the role `name`, of `node`), newest first; `before_id` is the last of the page before."""
+    """One page of events (of the role `name`, of `node`), newest first; `before_id` is the last id of the previous
+    page."""
     rows = await asks.rows(
         "history_events_before",
         namespace=namespace,
@@ -613,9 +620,9 @@ async def events(
 
 
 async def slots(asks: Asks, namespace: str, name: str | None = None, *, limit: int = PAGE_SIZE) -> tuple[SlotView, ...]:
-    """The newest slots of `name`; without it the newest slot of each name. The ledger keeps a thousand of each.
+    """The newest slots of `name`; without it, the newest slot of each name. The ledger keeps a thousand per name.
 
-    `SchemaError` says what to do if this ledger has no slots yet, or none that this role may read.
+    Raises `SchemaError`, which says what to do, if this ledger has no slots yet, or if this role may not read them.
     """
     (found,) = await asks.rows("history_slots_readable")
     if not found["present"]:
@@ -637,13 +644,13 @@ def _took_s(row: Mapping[str, Any]) -> float | None:
 
 
 async def request(asks: Asks, request_id: int) -> RequestView | None:
-    """What became of a request."""
+    """A request with its outcome; None if there is no such request."""
     rows = await asks.rows("history_request", request_id=request_id)
     return RequestView(**rows[0]) if rows else None
 
 
 def _made(kind: type[View], row: Mapping[str, Any], **more: object) -> View:
-    """A row as a value; a statement may have columns for other readers."""
+    """A row as a value. Columns that the value does not have are ignored."""
     names = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: row[name] for name in row if name in names}, **more)
 
@@ -653,23 +660,23 @@ def _ever(since_s: float | None) -> float:
 
 
 class EventFeed:
-    """Every event once, from some moment on; it outlives the connection that it is read through.
+    """Every event once, from some moment on, across any number of connections.
 
-    Numbers are given out before a commit, so a lower one may appear after a higher one: the last minute is read again
-    each time, and what was seen is left out. An event that takes longer than that to commit would be missed; nothing in
-    the ledger does.
+    Ids are assigned before the commit, so a lower one may appear after a higher one. So the feed reads the last minute
+    again each time, and leaves out the events that it has seen. It would miss an event whose commit takes longer than
+    that; no transaction of the ledger does.
     """
 
     def __init__(self, namespace: str, name: str | None = None) -> None:
         self._namespace = namespace
         self._name = name
         self._floor: int | None = None
-        """No event up to this number will appear any more."""
+        """No new event up to this id will appear."""
         self._seen: set[int] = set()
-        """Those above it that have."""
+        """The ids above the floor that were seen."""
 
     async def begin(self, asks: Asks, *, since_s: float, limit: int = PAGE_SIZE) -> list[Event]:
-        """What has happened lately, the oldest first, at most `limit`; from here on `more` goes on."""
+        """The latest events, oldest first, at most `limit`; `more` continues from here."""
         (settled,) = await asks.rows("history_settled_event", late_s=LATE_COMMIT_S)
         self._floor = settled["event_id"]
         await self.more(asks)
@@ -678,7 +685,7 @@ class EventFeed:
         return list(reversed(wanted))
 
     async def more(self, asks: Asks) -> list[Event]:
-        """What has happened since, in the order of its numbers. Empty if nothing has."""
+        """The events since the last call, in the order of their ids. May be empty."""
         assert self._floor is not None, "call begin first"
         fresh: list[Event] = []
         seen = set(self._seen)
@@ -701,6 +708,6 @@ class EventFeed:
             if len(page) < PAGE_SIZE:
                 break
             after = page[-1].event_id
-        # Only now: whatever fails before this line is read again.
+        # Only now: if anything above fails, the next call reads these events again.
         self._floor, self._seen = floor, {number for number in seen if number > floor}
         return fresh

@@ -1,8 +1,8 @@
-"""From a name to the pair of advisory-lock keys.
+"""Derives the pair of advisory-lock keys from a name.
 
-Pure, and it must never change: two versions of this library, and a lock, a guard and an election, have to derive the
-same keys from the same name, or two leaders run side by side during an upgrade. The test vectors are frozen. Only
-PostgreSQL's pairs are used: `(a, b)` and the bigint made of `a` and `b` are different locks.
+Pure, and it must never change: two versions of this library, and a lock, a guard and an election, must derive the same
+keys from the same name. Otherwise two leaders would run side by side during an upgrade. The test vectors are frozen.
+Only PostgreSQL's pairs are used: `(a, b)` and the bigint made of `a` and `b` are different locks.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ KeyPair = tuple[int, int]
 
 
 def slot_namespace(namespace: str) -> str:
-    """Where the elections for slots (`once`) are held: apart from roles, which are meant to be led all the time."""
+    """The namespace of the elections for slots (`once`), separate from that of roles, which are led permanently."""
     return f"{namespace}.once"
 
 
@@ -59,7 +59,7 @@ def key_pair_from_bigint(key: int) -> KeyPair:
 
 
 def bigint_from_key_pair(keys: KeyPair) -> int:
-    """The 64-bit key of which these are the halves: `scope_key` in the view `leader_state`."""
+    """The 64-bit key with these halves: `scope_key` in the view `leader_state`."""
     return keys[0] * 2**32 + keys[1] % 2**32
 
 
@@ -71,7 +71,8 @@ def check_key_pair(key1: int, key2: int) -> KeyPair:
 
 
 def key_params(keys: KeyPair) -> dict[str, int]:
-    """The pair as the functions take it and as `pg_locks` shows it (unsigned), by the names that the statements use."""
+    """The statements' parameters for a pair: as PostgreSQL's functions take it, and unsigned, as `pg_locks` shows
+    it."""
     return {
         "key1": keys[0],
         "key2": keys[1],

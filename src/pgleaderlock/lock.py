@@ -1,11 +1,11 @@
 """`LeaderLock`: one role, no tables, one dedicated connection.
 
 What it does not promise, first. A lock has no fencing token: a leader that is cut off from the database can still act
-elsewhere until it notices. `is_leader` narrows that to a trust window, health_interval_s + health_timeout_s after the
-last good probe was sent. Where nothing may be done twice, use an epoch and a gate.
+elsewhere until it notices. `is_leader` limits that to a trust window of health_interval_s + health_timeout_s after the
+last successful probe was sent. If nothing may be done twice, use an election, with its epochs and gates.
 
-What it promises: at most one session of one database holds the lock. A leader that falls silent loses it at the server
-after `session_lease_s`. The end of the session is noticed when the socket closes.
+What it promises: at most one session of a database holds the lock. A silent leader loses it at the server after
+`session_lease_s`. The end of the session is noticed when the socket closes.
 """
 
 import asyncio
@@ -42,11 +42,11 @@ StateChangeCallbackT = TypeVar("StateChangeCallbackT", bound=StateChangeCallback
 ErrorCallbackT = TypeVar("ErrorCallbackT", bound=ErrorCallback)
 ConnectFn = Callable[[], Awaitable[AsyncConnection[Any]] | AbstractAsyncContextManager[AsyncConnection[Any]]]
 
-# How long an attempt waits at the server by default. Between two attempts there is one try, and no gap.
+# How long an attempt waits at the server by default. Then the next attempt begins at once, with a try.
 STANDBY_WAIT_S = 10.0
-# A callback that hangs must not hold up an exception that leaves the `async with` block.
+# A hanging callback must not delay an exception that leaves the `async with` block for longer than this.
 EXIT_TIMEOUT_S = 10.0
-# For the task to end after the connection was cut.
+# How long the task may take to end after the connection was cut.
 FORCED_END_S = 5.0
 
 
@@ -66,9 +66,9 @@ class LockOptions(TypedDict, total=False):
 
 
 class LeaderLock:
-    """Competes for one advisory lock, and tells whether this node leads.
+    """Competes for one advisory lock, and knows whether this node leads.
 
-    It has no fencing token: a leader that is cut off may act for a trust window longer than it holds the lock.
+    It has no fencing token: a leader that is cut off may act for up to a trust window after it has lost the lock.
     """
 
     _clock: Clock = BOOT_CLOCK
@@ -175,7 +175,7 @@ class LeaderLock:
     # --- Lifecycle
 
     async def start(self) -> None:
-        """Begin to compete, in a task. Does nothing if the lock is running already.
+        """Start to compete, in a task. Does nothing if the lock is running already.
 
         Raises `ConfigurationError` if `shutdown_event` belongs to another event loop.
         """
@@ -254,19 +254,19 @@ class LeaderLock:
     async def lead(self, work: Callable[[], Coroutine[Any, Any, T]], *, on_failure: OnFailure = "raise") -> T | None:
         """Run `work` whenever this node leads; return what it returns.
 
-        `work` is cancelled as soon as leadership is lost or is to be released; the release waits for its end, and it is
-        started again in the next term. When it returns, leadership is kept until the lock stops. Returns None if the
-        lock is stopped on request first; raises `LockError` if it stopped by itself, because it gave up or lost
+        `work` is cancelled as soon as leadership is lost or about to be released; the release waits until it has ended,
+        and it is started again in the next term. When it returns, leadership is kept until the lock stops. Returns None
+        if the lock is stopped on request first; raises `LockError` if it stopped by itself, because it gave up or lost
         leadership without `auto_reacquire`.
 
-        on_failure: what follows when `work` raises; the failure is logged as an error in any case. "raise" gives up
-        leadership, does not compete until `lead` is entered again, and raises the exception here. "restart" starts it
-        again after a delay of 0.2 s that doubles up to 30 s; while the delay is longer than 1 s, leadership is given
-        up. "step_down" gives up leadership for the same delay, each time. Without `auto_reacquire` the lock stops when
-        it gives up leadership, and the exception is raised here.
+        on_failure: what to do when `work` raises; the failure is logged as an error in any case. "raise" gives up
+        leadership, does not compete until `lead` is called again, and raises the exception here. "restart" starts the
+        work again after a delay of 0.2 s that doubles up to 30 s; while the delay is longer than 1 s, leadership is
+        given up. "step_down" gives up leadership for the same delay, each time. Without `auto_reacquire` the lock stops
+        when it gives up leadership, and the exception is raised here.
 
-        A caller that is cancelled has the work cancelled too, and waits for its end. If no other `lead` is running,
-        the lock then gives up leadership and does not compete until `lead` is entered again.
+        Cancelling the caller cancels the work, and waits until it has ended. If no other `lead` is running, the lock
+        then gives up leadership and does not compete until `lead` is called again.
         """
         if not callable(work):
             raise ConfigurationError(f"lead takes an async function, not {type(work).__name__}: pass it uncalled")
@@ -312,7 +312,7 @@ class LeaderLock:
 
     @property
     def work_error(self) -> BaseException | None:
-        """What the work of `lead` has raised, until it is started again; None if it has not failed."""
+        """The exception of the work of `lead`, until the work is started again; None if it has not failed."""
         failure = self._run.works.failure if self._run is not None else None
         return None if failure is None else failure.error
 
@@ -356,15 +356,16 @@ class LeaderLock:
     # --- Inside
 
     def _begin_anew(self) -> None:
-        """The run cannot go on here: it goes on in the parent of this process, or its loop is closed.
+        """Abandon the run, because this is a forked child or the loop is closed, and go back to the initial state.
 
-        What is left of it is kept: its finalizers would clean up what is not ours, or wait on a loop that is closed.
+        The old objects are kept alive: their finalizers would close what belongs to the parent process, or wait on a
+        closed loop.
         """
         _left_behind.append((self._task, self._run))
         self._task = self._run = None
 
     async def _outlive_loop(self) -> None:
-        """If the loop was closed under the task, nothing of the run can go on: free the lock from this loop."""
+        """If the loop was closed while the task was running, the run cannot go on: free the lock from this loop."""
         if self._run is not None and self._task is not None and self._task.get_loop().is_closed():
             await self._run.abandon()
             self._begin_anew()
@@ -403,12 +404,12 @@ class LeaderLock:
         raise LockError(f"the lock has stopped by itself: {self.last_error or 'the retry strategy gave up'}")
 
     async def _after(self, failure: Failure, run: Lifecycle) -> None:
-        """A work has failed: say so, give up leadership if that follows from it, and wait for the restart."""
+        """A work has failed: report it, give up leadership if `on_failure` says so, and wait until the restart."""
         self._log.error("work_failed", exc_info=failure.error, term=run.driver.term, error=repr(failure.error))
         run.works.failed(failure)
         try:
             if failure.gives_up:
-                run.driver.nudge()  # a lock that does not lead now must not be taken, either
+                run.driver.nudge()  # if the lock does not lead now, it must not be taken, either
                 await self.step_down()
             if failure.delay_s is not None:
                 await first_of(self._clock.sleep(failure.delay_s), _stopped(run))
@@ -448,7 +449,7 @@ async def _term_ended(run: Lifecycle, term: int) -> None:
 
 
 def _check_loop(event: asyncio.Event) -> None:
-    """An event belongs to the first loop that waits for it, and cannot be waited for on another one."""
+    """Raise if `event` belongs to another loop: an event can only be waited for on the first loop that has done so."""
     waiting = event.wait()
     try:
         waiting.send(None)
@@ -464,7 +465,7 @@ def _check_loop(event: asyncio.Event) -> None:
 
 
 def _own_copy(strategy: RetryStrategy) -> RetryStrategy:
-    """A strategy with memory must not be shared between locks; one without memory has no `copy`."""
+    """A copy of a strategy with memory, which must not be shared between locks. One without memory has no `copy`."""
     copy = getattr(strategy, "copy", None)
     return copy() if callable(copy) else strategy
 

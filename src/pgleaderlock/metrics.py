@@ -1,8 +1,8 @@
 """An election's metrics for Prometheus: `ElectionMetrics(election)`, in any registry.
 
-Events are counted when the election tells of them; gauges (the state, the age of the heartbeat) are read at the moment
-of the scrape, so that a number is true when it is asked for. Several elections share one registry: each metric is one
-family, with the roles of all of them. Prometheus adds `instance`; `node_info` says which node that is.
+Events are counted as the election reports them; gauges (the state, the age of the heartbeat) are read at the moment of
+the scrape, so that they are up to date. Several elections can share one registry: each metric is one family, with the
+roles of all of them. Prometheus adds `instance`; `node_info` maps it to the node.
 
 It must never slow an election down: counting is an addition, and rendering is done at the scrape.
 """
@@ -29,14 +29,14 @@ except ImportError as error:
 __all__ = ["CONTENT_TYPE", "GATE_REASONS", "ElectionMetrics"]
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-# Each is there from the start, at 0: a rate needs the step from 0 to 1.
+# Each series exists from the start, at 0: a rate needs the step from 0 to 1.
 GATE_REASONS = REASONS
 
 _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
 
 class ElectionMetrics(Measured):
-    """Measures one election from now until `close()`, and shows it in a registry.
+    """Measures one election until `close()`, and exports it in a registry.
 
     Roles that are added appear, roles that are removed disappear. A role name can be measured once per registry: two
     elections that share one need two registries.
@@ -66,7 +66,7 @@ class ElectionMetrics(Measured):
 
 
 class _Shared(Collector):
-    """The one collector per registry: a family may stand in an exposition once, however many elections have it."""
+    """The one collector of a registry: an exposition may contain each family only once, even with several elections."""
 
     _all: ClassVar["weakref.WeakKeyDictionary[CollectorRegistry, _Shared]"] = weakref.WeakKeyDictionary()
     _lock = threading.Lock()
@@ -96,7 +96,7 @@ class _Shared(Collector):
                 registry.unregister(self)
 
     def describe(self) -> Iterator[_Family]:
-        """The names alone: a registry refuses others that would use them."""
+        """The names only: the registry then refuses other collectors with the same names."""
         return (_family(metric) for metric in METRICS)
 
     def collect(self) -> Iterator[_Family]:

@@ -1,10 +1,10 @@
-"""Creates and upgrades the ledger: any number of nodes may do so at once, and each version is applied once.
+"""Creates and upgrades the ledger. Any number of nodes may do so at the same time; each version is applied once.
 
-Each migration is one file and one transaction, under an advisory lock: the node that comes second finds it done.
-Nothing is ever half applied, and an unknown, newer ledger is left alone. The library serves a ledger one version older
-and one newer than its own, so that nodes can be upgraded one after the other.
+Each migration is one file and one transaction, under an advisory lock: a second node finds it done. No migration is
+ever half applied, and a newer, unknown ledger is not changed. The library works with a ledger one version older or
+newer than its own, so that nodes can be upgraded one after the other.
 
-Must never drop or overwrite what it has not made.
+Must never drop or overwrite what it has not created.
 """
 
 import asyncio
@@ -44,12 +44,11 @@ async def migrate(
     grant_lock_server_to: str | None = None,
     grant_reader_to: str | None = None,
 ) -> list[int]:
-    """Bring the ledger to this library's version; answers which versions were applied now.
+    """Bring the ledger to this library's version; returns the versions that were applied now.
 
-    `grant_to` names a role that is given what a node of an election needs at run time, `grant_lock_server_to` one that
-    is given what a lock server needs, `grant_reader_to` one that may look at the ledger, as a dashboard does. Raises
-    `SchemaError` when this role may not do that, or when the ledger is newer than this library can serve; nothing is
-    changed then.
+    `grant_to` names a role that gets the privileges of an election's node, `grant_lock_server_to` one that gets those
+    of a lock server, `grant_reader_to` one that may read the ledger, as a dashboard does. Raises `SchemaError`, and
+    changes nothing, if this role may not do that, or if the ledger is too new for this library.
     """
     grants = _all_grants(grant_to, grant_lock_server_to, grant_reader_to)
     applied: list[int] = []
@@ -57,7 +56,7 @@ async def migrate(
         for version in _todo(await _looked(conn)):
             async with conn.transaction():
                 await _row(conn, "migrate_lock", key_params(_LOCK))
-                # Read again: another node may have been at it while we waited.
+                # Read again: another node may have applied it while we waited for the lock.
                 if version in _todo(await _looked(conn)):
                     await _apply(conn, version)
                     applied.append(version)
@@ -75,24 +74,24 @@ async def pending(dsn: Dsn) -> list[int]:
 
 
 async def advance_epoch(dsn: Dsn, role: str, *, namespace: str, channel: str) -> tuple[int, int]:
-    """Move a role's epoch far ahead, after a restore or a lost commit; answers the old and the new one.
+    """Move a role's epoch far ahead, after a restore or a lost commit; returns the old and the new one.
 
     Waits for fenced transactions to end, up to 10 s. For operators: a run-time role may not do this.
     """
-    key_pair(role, namespace)  # what cannot be a role's name is refused like everywhere else
+    key_pair(role, namespace)  # only to check the name
     async with _connected(dsn) as conn:
         seen = await _looked(conn)
         check_schema(seen["version"])
         async with conn.transaction():
             await _row(conn, "epoch_patience", {})
             row = await _row(conn, "epoch_advance", {"role": role, "namespace": namespace, "channel": channel})
-        with contextlib.suppress(psycopg.Error):  # a hint: without it the nodes notice with their next tick
+        with contextlib.suppress(psycopg.Error):  # only a hint: without it, the nodes notice at their next tick
             await _row(conn, "ledger_hint", {"channel": channel, "hint": "advanced"})
     return row["old_epoch"], row["new_epoch"]
 
 
 def check_schema(version: int | None) -> None:
-    """Raise `SchemaError` unless this library can serve a ledger of this version; None is a missing one."""
+    """Raise `SchemaError` unless this library works with a ledger of this version; None means that there is none."""
     if version is None:
         raise SchemaError(f"there is no ledger in this database: {_RUN_MIGRATE}")
     if version < LEDGER_VERSION - 1:
@@ -107,7 +106,7 @@ def check_schema(version: int | None) -> None:
 def sql(
     *, grant_to: str | None = None, grant_lock_server_to: str | None = None, grant_reader_to: str | None = None
 ) -> str:
-    """Everything that `migrate` would do to an empty database, as text for a DBA's own hands."""
+    """The SQL that `migrate` would run on an empty database, for a DBA to run."""
     lock = statement("migrate_lock").decode() % key_params(_LOCK)
     parts = []
     for version, text in sorted(_migrations().items()):
@@ -143,11 +142,11 @@ async def _looked(conn: psycopg.AsyncConnection[Any]) -> dict[str, Any]:
 
 
 def _todo(seen: Mapping[str, Any], *, only_look: bool = False) -> list[int]:
-    """The versions to apply, or a `SchemaError` that says why they cannot be."""
+    """The versions to apply. Raises a `SchemaError` that says why they cannot be applied."""
     version = seen["version"] or 0
     if version > LEDGER_VERSION:
         check_schema(version)
-        return []  # one newer: another node has been upgraded before this one, and this one still serves
+        return []  # one version newer: another node was upgraded first, and this one still works with it
     todo = [number for number in sorted(_migrations()) if number > version]
     if not todo or only_look:
         return todo
@@ -158,7 +157,7 @@ def _todo(seen: Mapping[str, Any], *, only_look: bool = False) -> list[int]:
             f"role {seen['role']!r} may not create a schema in database {seen['database']!r}: "
             "run `pgleaderlock migrate` as the database's owner, or give `pgleaderlock migrate --print` to your DBA"
         )
-    # The owner of the schema can replace what is in it, so it must not be another role.
+    # The owner of the schema can replace its contents, so another role must not own it.
     if seen["owner"] is not None and not seen["is_owner"]:
         raise SchemaError(
             f"the schema pgleaderlock belongs to role {seen['owner']}, and this is {seen['role']!r}: "
@@ -171,7 +170,7 @@ async def _apply(conn: psycopg.AsyncConnection[Any], version: int) -> None:
     try:
         await conn.execute(_migrations()[version].encode())
     except psycopg.Error as error:
-        if error.sqlstate is None:  # the connection is gone: what happened is not the schema's fault
+        if error.sqlstate is None:  # the connection was lost: not an error of the schema
             raise
         raise SchemaError(f"migration {version} failed, and nothing of it was applied: {_text(error)}") from error
 
@@ -196,7 +195,7 @@ def _is_utf8(text: str) -> bool:
 async def _grant(conn: psycopg.AsyncConnection[Any], grants: str) -> None:
     seen = await _looked(conn)
     check_schema(seen["version"])
-    if not seen["acts_for_owner"]:  # a GRANT without the right to it may be a mere warning
+    if not seen["acts_for_owner"]:  # a GRANT without the right to grant may only cause a warning
         raise SchemaError(
             f"the ledger belongs to role {seen['owner']}, and {seen['role']!r} may not grant anything on it: "
             f"run this as {seen['owner']}"
@@ -214,7 +213,7 @@ async def _grant(conn: psycopg.AsyncConnection[Any], grants: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _connected(dsn: Dsn) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-    """A plain connection, which may go through a pooler: all that matters happens in one transaction each."""
+    """A plain connection, which may lead through a pooler, because each step is a single transaction."""
     params: dict[str, str] = {}
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -233,7 +232,7 @@ async def _connect(params: Mapping[str, str]) -> psycopg.AsyncConnection[Any]:
         conn = await connect(params)
     except psycopg.Error as error:
         raise connect_error(error, params) from safe_cause(error, params)
-    # What the DBA chose as a default would let us read what was true before the lock, or write nothing.
+    # Other defaults, chosen by the DBA, could make us read a snapshot from before the lock, or refuse writes.
     await conn.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
     await conn.set_read_only(False)
     if conn.pgconn.server_version < VERSION_MIN:

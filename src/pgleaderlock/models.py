@@ -1,4 +1,4 @@
-"""The values that pass between the parts: states, contexts, callback types. All frozen, none with behaviour."""
+"""The values that the parts exchange: states, contexts, callback types. All are frozen, and have no behaviour."""
 
 import enum
 from collections.abc import Awaitable, Callable
@@ -17,43 +17,43 @@ __all__ = [
 ]
 
 WORK_FAILED = "its work has failed"
-"""The detail of the ledger's event `drain_began`, by which `status` knows why a role is led by nobody."""
+"""The detail of the ledger's event `drain_began`, from which `status` knows why no node leads a role."""
 LEAD_CANCELLED = "its lead was cancelled"
 """The same event when the application has left `lead`."""
 
 
 class LockState(enum.Enum):
-    """Where a lock stands in its life cycle; the rules are the table in `_lock/fsm.py`."""
+    """The state of a lock's life cycle; the transitions are the table in `_lock/fsm.py`."""
 
     STOPPED = "stopped"
     """Not running: no task, no connection."""
     FOLLOWER = "follower"
     """Running, waiting for the next attempt."""
     ACQUIRING = "acquiring"
-    """An attempt is on its way to the database."""
+    """An attempt is under way."""
     LEADER = "leader"
     """The lock is held and the session is probed."""
     RECONNECTING = "reconnecting"
-    """The session was lost; for a short grace the loss is not announced. The lock is not held."""
+    """The session was lost, and with it the lock; during a short grace the loss is not announced."""
     RELEASING = "releasing"
-    """The lock is being given back on purpose."""
+    """The lock is being released on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryContext:
-    """What a retry strategy is told before it chooses the next delay."""
+    """The information from which a retry strategy chooses the next delay."""
 
     attempt: int
     """1 for the first failure of this cycle."""
     elapsed_s: float
     """Time since the first attempt of this cycle."""
     last_error: Exception | None = None
-    """Why the attempt failed; None when the lock was simply held by someone else."""
+    """Why the attempt failed; None if another session holds the lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderToken:
-    """Proof of one term: hand its `epoch` to whatever must refuse a leader of the past."""
+    """Proof of one term: pass its `epoch` to the resource that must refuse an earlier leader."""
 
     role: str
     epoch: int
@@ -63,7 +63,7 @@ class LeaderToken:
 
 @dataclass(frozen=True, slots=True)
 class LeaderStateChanged:
-    """Who leads a role now, as this node sees it. `is_leader` follows the gate: may this node act?"""
+    """A role's leader, as this node sees it. `is_leader` is the state of the gate: may this node act?"""
 
     role: str
     is_leader: bool
@@ -71,7 +71,7 @@ class LeaderStateChanged:
     holder: str | None
 
 
-# A plain function or a coroutine function: the dispatcher awaits what comes back if it can be awaited.
+# A plain function or a coroutine function: the dispatcher awaits the result if it is awaitable.
 Callback = Callable[[], Awaitable[None] | None]
 StateChangeCallback = Callable[[LockState, LockState], Awaitable[None] | None]
 ErrorCallback = Callable[[Exception], Awaitable[None] | None]

@@ -1,10 +1,10 @@
-"""What an election tells those who measure it: one frozen record per kind of event, and one hook for each.
+"""The events of an election for observers: one frozen record per kind of event, and one hook for each.
 
-Inside, an election speaks in records only (`Observers.notify`), so mypy sees a wrong kind or field. Outside, an
-observer is a class whose hooks are called with a record's fields. The two meet in `_call_hook`, and nowhere else:
-`ElectionObserver` has no method beside its hooks, so none can clash with one of a user's own.
+Inside, an election uses records only (`Observers.notify`), so mypy finds a wrong kind or field. Outside, an observer is
+a class whose hooks are called with the fields of a record. Only `_call_hook` maps one to the other: `ElectionObserver`
+has no method besides its hooks, so none can clash with a user's method.
 
-Knows nothing of metrics: they are one observer among others.
+It is independent of the metrics, which are one observer among others.
 """
 
 import re
@@ -23,14 +23,14 @@ LossReason = Literal["released", "lost", "superseded"]
 
 
 class ElectionObserver:
-    """Override the hooks that you need, and register with `LeaderElection.observe`. Every hook does nothing here.
+    """Override the hooks that you need, and register with `LeaderElection.observe`. Here, every hook does nothing.
 
-    Hooks are called on the thread of the engine's loop, in order. They must be quick: the heartbeat waits for them.
-    What a hook raises is logged and dropped.
+    Hooks are called on the thread of the engine's loop, in order. They must be quick, because the heartbeat waits for
+    them. An exception of a hook is logged and dropped.
     """
 
     def role_added(self, role: str) -> None:
-        """The election has this role: from its beginning, or from now on."""
+        """The election has this role, from its beginning or from now on."""
 
     def role_removed(self, role: str) -> None:
         """The election no longer has this role. No other event of the role follows."""
@@ -41,14 +41,15 @@ class ElectionObserver:
     def acquired(self, role: str, epoch: int, latency_s: float, from_other: bool) -> None:
         """A term of this node has begun, `latency_s` after the send of the try that won it.
 
-        `from_other`: the term before was another node's and was lost or evicted, not given up. A failover.
+        `from_other`: the previous term was another node's and was lost or evicted, not released: a failover.
         """
 
     def failed_over(self, role: str, epoch: int, failover_s: float) -> None:
-        """This node could act for the first time in its term, and before that nobody could for so long.
+        """This node may act for the first time in its term; before that, no node could act for `failover_s`.
 
-        By the ledger, as the history counts it, and a moment later: from the last moment at which a leader before could
-        act, whether it was lost or gave the role up. Not for the first term of a role.
+        The ledger measures it, as in the history: from the last moment at which a previous leader could act, whether
+        that one was lost or released the role. So the hook is called a moment after the gate has opened, and not for
+        the first term of a role.
         """
 
     def lost(self, role: str, epoch: int, reason: LossReason) -> None:
@@ -58,13 +59,13 @@ class ElectionObserver:
         """A work of `lead` has been started in the term of this epoch."""
 
     def work_ended(self, role: str, epoch: int, error: BaseException | None) -> None:
-        """It has ended. `error`: what it raised; None if it returned, or was stopped because its term was over."""
+        """The work has ended. `error`: its exception; None if it returned, or was stopped because its term was over."""
 
     def work_failed(self, role: str, epoch: int, error: BaseException) -> None:
-        """The work of `lead` has raised this in the term of this epoch."""
+        """The work of `lead` has failed with this exception in the term of this epoch."""
 
     def state_changed(self, role: str, old: LockState, new: LockState) -> None:
-        """Where this node stands with the role's lock."""
+        """The state of this node for the role has changed."""
 
     def beaten(self, took_s: float) -> None:
         """A heartbeat of the session was acknowledged."""
@@ -73,10 +74,11 @@ class ElectionObserver:
         """The session has ended, and every term of it."""
 
     def drain_began(self, role: str) -> None:
-        """The role is being given up on purpose: no new work is let in."""
+        """This node gives the role up on purpose: it refuses new work."""
 
     def drain_ended(self, role: str, clean: bool) -> None:
-        """It was given up. Not clean: work was in flight, the wait for a predecessor was not over, or it was lost."""
+        """The role was given up. Not clean: work was still in flight, this node was still waiting for its predecessor,
+        or the role was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +186,12 @@ Event = (
 
 
 class Observers:
-    """The observers of one election, told in the order of their registration. One that fails disturbs no other."""
+    """The observers of one election, called in the order of their registration. A failing one does not affect the
+    others."""
 
     def __init__(self, log: StructuredLogger) -> None:
         self._log = log
-        self._all: tuple[ElectionObserver, ...] = ()  # replaced, never changed: another thread may be telling them
+        self._all: tuple[ElectionObserver, ...] = ()  # replaced, never changed: another thread may be iterating
 
     def log_to(self, log: StructuredLogger) -> None:
         self._log = log
@@ -207,7 +210,7 @@ class Observers:
     def notify_one(self, observer: ElectionObserver, event: Event) -> None:
         try:
             _call_hook(observer, event)
-        except (Exception, CancelledError) as error:  # the latter is its own: nothing is awaited here
+        except (Exception, CancelledError) as error:  # nothing is awaited here, so the hook itself has raised it
             hook = re.sub(r"\B(?=[A-Z])", "_", type(event).__name__).lower()
             self._log.error("observer_failed", exc_info=error, hook=hook, observer=type(observer).__name__, error=error)
 

@@ -3,17 +3,16 @@
 | path | 200 when |
 |---|---|
 | /healthz | the process lives and its election has not ended; independent of the database, which no restart repairs |
-| /readyz | this node has a session, so that it leads or could take over, and no work of `lead` has failed |
+| /readyz | this node has a session, so it leads or could take over, and no work of `lead` has failed |
 | /leader?role=R | this node's *gate* is open for the role. Without `role`, for the only role of the election |
 | /metrics | always, if there are metrics to show |
 
-The body of /readyz has a line for each role that this node leads and must not act for, with its state.
+Otherwise the status is 503; it is 404 for an unknown path or role, 400 or 405 for an invalid request. The body of
+/readyz has a line, with the state, for each role that this node leads but must not act for. GET and HEAD only, one
+request per connection.
 
-Otherwise 503; 404 for an unknown path or role, 400 and 405 for a request that cannot be answered. GET and HEAD only,
-one request per connection.
-
-It reads HTTP itself, because it must run without any extra: no web framework, no prometheus-client. It must never
-change anything, wait for the database, or let a slow or greedy client hold it up: each limit is below.
+It parses HTTP itself, because it must run without any extra: no web framework, no prometheus-client. It must never
+change anything, wait for the database, or let a slow or greedy client delay others: the limits are below.
 """
 
 import asyncio
@@ -57,7 +56,7 @@ class _Answer:
             f"HTTP/1.1 {self.status.value} {self.status.phrase}",
             f"Content-Type: {self.content_type}",
             f"Content-Length: {len(self.body)}",
-            "Cache-Control: no-store",  # an answer is true for the moment only
+            "Cache-Control: no-store",  # an answer is only valid at this moment
             "X-Content-Type-Options: nosniff",
             "Connection: close",
             *(["Allow: GET, HEAD"] if self.allow else []),
@@ -77,7 +76,7 @@ class ProbeServer:
     """Serves the probes of one election between `start` and `close`, or inside `async with`.
 
     host, port: where it listens; port 0 takes a free one.
-    metrics: gives the text for /metrics, as `ElectionMetrics(election).exposition` does. It is called in a thread,
+    metrics: returns the text for /metrics, as `ElectionMetrics(election).exposition` does. It is called in a thread,
     because the text for a thousand roles takes a quarter of a second. None: there is no /metrics.
     """
 
@@ -145,12 +144,12 @@ class ProbeServer:
         self._connections.add(task)
         hopeless = (asyncio.IncompleteReadError, asyncio.LimitOverrunError, TimeoutError, OSError)
         try:
-            # Cancelled by `close` alone, which waits for this end; asyncio would log a cancelled connection as a fault.
+            # Only `close` cancels this, and waits for its end; asyncio would log a cancelled connection as an error.
             with contextlib.suppress(*hopeless, asyncio.CancelledError):
                 await self._serve(reader, writer)
         finally:
             self._connections.discard(task)
-            # Not `wait_closed`: a client that does not read the response must not hold us up.
+            # Not `wait_closed`: a client that does not read the response must not block us.
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -167,7 +166,7 @@ class ProbeServer:
             writer.write(answer.raw(head=head))
             await writer.drain()
             writer.write_eof()
-            await reader.read(1)  # until the client has read it: aborting now would send a RST, and could lose it
+            await reader.read(1)  # wait for the client: an abort now would send a RST, and could lose the response
 
     async def _answer(self, request: bytes) -> tuple[_Answer, bool]:
         first, *headers = request.decode("latin-1").split("\r\n")
@@ -183,7 +182,7 @@ class ProbeServer:
         return await self._route(target), method == "HEAD"
 
     def _is_ours(self, headers: list[str]) -> bool:
-        """On loopback, only a page with a rebound DNS name asks by another name than localhost or an address."""
+        """Refuses DNS rebinding: on loopback, a legitimate Host header is localhost or an address."""
         if not _is_loopback(self._host):
             return True
         named = [
@@ -207,13 +206,14 @@ class ProbeServer:
             case "/leader":
                 return self._leader(query.get("role", []))
             case "/metrics" if self._metrics is not None:
-                async with self._rendering:  # one at a time: a second thread would not be faster
+                async with self._rendering:  # one at a time: a second thread would not make it faster
                     return _Answer(HTTPStatus.OK, await asyncio.to_thread(self._metrics), METRICS_TEXT)
             case _:
                 return _said(HTTPStatus.NOT_FOUND, f"nothing here; there is {', '.join(PATHS)}")
 
     def _over(self) -> bool:
-        """Has it ended, and not been started again? A disabled election has stopped roles too, and has not ended."""
+        """Has the election ended without being started again? The roles of a disabled election are also stopped, but it
+        has not ended."""
         election = self._election
         if self._ended and any(election.state(role) is not LockState.STOPPED for role in election.roles):
             self._ended = False
@@ -223,7 +223,7 @@ class ProbeServer:
         self._ended = True
 
     def _readiness(self) -> _Answer:
-        """A standalone election leads without a session."""
+        """The answer of /readyz. A standalone election is ready without a session."""
         election = self._election
         failed = [role for role in election.roles if election.work_error(role) is not None]
         if failed:
@@ -236,7 +236,7 @@ class ProbeServer:
         return _yes_or_no(ready, "\n".join(["ready", *lines]), "no session with the database")
 
     def _trouble(self, role: str) -> str | None:
-        """Why this node must not act for a role that it leads; None if it may, or does not lead."""
+        """Why this node must not act for a role that it leads; None if it may act, or does not lead."""
         election, gate = self._election, self._election.gate(role)
         failed = election.work_error(role) is not None
         stands = standing(election.state(role), gate.shut_because, work_failed=failed)

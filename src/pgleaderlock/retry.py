@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 
-# The source of random delays, so that many processes do not try in step. The operating system's has no state in the
-# process: forked children of one parent draw different delays.
+# The source of random delays, so that many processes do not try in step. The operating system's generator has no state
+# in the process, so forked children of one parent draw different delays.
 JITTER: random.Random = random.SystemRandom()
 JITTER_S_MIN = 0.1
 JITTER_FRACTION = 0.2
@@ -33,7 +33,7 @@ JITTER_FRACTION = 0.2
 
 @runtime_checkable
 class RetryStrategy(Protocol):
-    """What a lock asks after each failed attempt."""
+    """Chooses the delay after each failed attempt of a lock."""
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:
         """Seconds until the next attempt; None gives up, and the lock stops."""
@@ -83,7 +83,7 @@ class FixedInterval:
 class DefaultRetry:
     """`held_s` while another session holds the lock; `errors` while the database fails.
 
-    A database that is down must not be stormed. A lock that is held costs one small statement per try.
+    Retries must not overload a database that is down. A try for a held lock costs only one small statement.
     """
 
     held_s: float = 1.0
@@ -116,7 +116,7 @@ class DecorrelatedJitter:
         return self._previous_s
 
     def copy(self) -> "DecorrelatedJitter":
-        """The same settings with a memory of its own."""
+        """A strategy with the same settings and its own memory."""
         return DecorrelatedJitter(self.base_s, self.max_s, rng=self._rng)
 
     def __repr__(self) -> str:
@@ -124,7 +124,7 @@ class DecorrelatedJitter:
 
 
 def checked_delay_s(delay_s: object) -> float | None:
-    """What a strategy has returned, or a `ConfigurationError` if that is no delay."""
+    """The strategy's return value. Raises `ConfigurationError` if that is not a delay."""
     if delay_s is None:
         return None
     try:
@@ -137,9 +137,9 @@ def checked_delay_s(delay_s: object) -> float | None:
 
 
 def reconnect_jitter_s(delay_s: float, rng: random.Random) -> float:
-    """A random time on top of the delay of a reconnect, so that many nodes do not reconnect at once.
+    """A random time to add to the delay of a reconnect, so that many nodes do not reconnect at once.
 
-    A thousand nodes notice a restart in the same millisecond, and their strategies may all be the same constant.
+    A thousand nodes may notice a restart in the same millisecond, and all have the same constant delay.
     """
     return rng.uniform(0.0, max(JITTER_S_MIN, delay_s * JITTER_FRACTION))
 

@@ -1,14 +1,16 @@
-"""`once`: of all who come in one tick, one runs the work, and the ledger remembers how it ended.
+"""`once`: of all processes that call it in one tick, one runs the work, and the ledger records how it ended.
 
-A lock alone does not give that: whoever comes when the lock is free again runs the work again. So each tick has a slot
-in the ledger. The slot is claimed before the work, fenced by the epoch of the claimant's term, and finished after it.
+A lock alone is not enough: a process that comes when the lock is free again would run the work again. So each tick has
+a slot in the ledger. The slot is claimed before the work, fenced by the epoch of the claimant's term, and finished
+after the work.
 
-What it does not promise, first. What the work does outside the database cannot be taken back. With "retry" the work
-may run *again* after its runner has died in mid-run, or could not tell how it ended: at least once. With "keep" a slot
-whose runner has died stays unfinished: at most once. There is no third.
+What it does not promise, first. Effects of the work outside the database cannot be undone. With "retry" the work may
+run *again* if its runner dies during the work, or cannot report the outcome: at least once. With "keep" a slot whose
+runner has died stays unfinished: at most once. Exactly once is not possible.
 
-What it does: no two run the work of one slot at the same time, as far as a gate can promise that. With "retry" a slot
-that is done is not run again; with "keep" a slot is begun once. Ticks follow the database's clock, not the hosts'.
+What it does: no two processes run the work of one slot at the same time, as far as a gate can promise that. With
+"retry" a slot that is done is not run again; with "keep" a slot is begun once. Ticks follow the database's clock, not
+the hosts'.
 """
 
 import asyncio
@@ -34,13 +36,13 @@ T = TypeVar("T")
 OnSlotFailure = Literal["retry", "keep"]
 Outcome = Literal["done", "failed", "claimed", "missed"]
 DAY_S = 86400.0
-# Who comes this much before a tick means that tick: the clocks of hosts differ. At most a quarter of the tick.
+# A call this much before a tick is for that tick, because the clocks of hosts differ. At most a quarter of the tick.
 EARLY_S = 5.0
-# How often a follower looks whether the slot is done.
+# How often a follower checks whether the slot is done.
 LOOK_S = 1.0
-# How long a database that is away is waited for once the competition has begun: a failover takes about that long.
+# How long to wait for an unreachable database once the competition has begun: a failover takes about that long.
 AWAY_S_MAX, AGAIN_S = 30.0, 1.0
-# The same at the end of a work. A failure that is not told leaves the slot to others all the same.
+# The same when the outcome of the work is reported. A failure that is not reported leaves the slot to others anyway.
 FINISH_S_MAX = {"done": AWAY_S_MAX, "failed": 5.0}
 DETAIL_MAX = 500
 
@@ -49,16 +51,16 @@ _log = get_logger("pgleaderlock")
 
 @dataclass(frozen=True, slots=True)
 class Once(Generic[T]):
-    """What became of a slot, as far as this call knows."""
+    """The outcome of a slot, as far as this call knows."""
 
     ran: bool
-    """Whether the work ran here, and returned."""
+    """Whether the work ran in this call, and returned."""
     slot: str
     value: T | None = None
     """What the work returned."""
     outcome: Outcome = "done"
-    """If it did not run here: how it ended elsewhere. `claimed`: it has begun, and has not ended yet. `missed`: it was
-    not begun, because another slot of the same name ran until the tick was over."""
+    """If it did not run here: its outcome elsewhere. `claimed`: it has begun, but not ended yet. `missed`: it was not
+    begun, because another slot of the same name ran until the tick was over."""
 
 
 async def once(
@@ -74,15 +76,15 @@ async def once(
 ) -> Once[T]:
     """Run `work(token)` if it was not run in this tick yet; of all callers, one does.
 
-    every: the length of a tick: "15m", "1h", "1d", or seconds. A day or a multiple of it begins at local midnight; what
-        is shorter must divide a day.
-    slot: a name of your own for the slot, instead of `every`: the number of a build, say, as text.
-    time_zone: in which days begin, such as "Europe/Berlin".
-    on_failure: "retry" runs the slot again if it has failed or its runner is gone: at least once. A caller waits while
-        another one runs it, to take over. "keep" never runs a slot twice: at most once. A caller returns at once.
+    every: the length of a tick: "15m", "1h", "1d", or seconds. A tick of one or more days begins at local midnight; a
+        shorter one must divide a day.
+    slot: your own name for the slot, instead of `every`: the number of a build, for example, as text.
+    time_zone: the zone in which days begin, such as "Europe/Berlin".
+    on_failure: "retry" runs the slot again if it has failed or its runner is gone: at least once. While another caller
+        runs it, this one waits to take over. "keep" never runs a slot twice: at most once. A caller returns at once.
     options: those of `LeaderElection`.
 
-    What the work raises is raised here, and the slot has failed. Fence the work's writes with the token.
+    An exception of the work is raised here, and the slot counts as failed. Fence the work's writes with the token.
     """
     every_s = _checked(every, slot, on_failure)
     for option, usable in (("enabled", True), ("standalone", False)):
@@ -117,13 +119,13 @@ async def _compete(
 async def _lead(
     election: LeaderElection, claim: "_Claim", work: Callable[[LeaderToken], Coroutine[Any, Any, T]]
 ) -> Once[T]:
-    """Claim the slot in a term of ours, run the work, and tell how it ended."""
+    """Claim the slot in a term of ours, run the work, and report the outcome."""
     gate = election.gate(claim.name)
     ended: asyncio.Future[tuple[LeaderToken, Once[T], Exception | None]]
     ended = asyncio.get_running_loop().create_future()
 
     async def run(token: LeaderToken) -> None:
-        # Once the work has ended, that counts, even if its term was over by then: `lead` would begin it again.
+        # Once the work has ended, do not run it again, even if its term was over before: `lead` would restart it.
         if ended.done():
             return
         if (stands := await claim.take(token)) is not None:
@@ -152,7 +154,7 @@ async def _lead(
             await claim.finish(token, "done", None)
         return result
     finally:
-        await cancel_and_wait(leading)  # not before: a cancelled `lead` gives up the term that is to be told of
+        await cancel_and_wait(leading)  # only now: a cancelled `lead` gives up the term that the report needs
 
 
 class _Claim:
@@ -165,9 +167,9 @@ class _Claim:
         self._retry = retry
         self._taken = False
         self.away_s_max = 0.0
-        """For how long a database that does not answer is asked again."""
+        """How long to repeat a statement while the database does not answer."""
         self.left_s = float("inf")
-        """How long the tick lasts from the choice on."""
+        """The remaining time of the tick when it was chosen."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -177,7 +179,7 @@ class _Claim:
             await self._connection.close()
 
     async def choose(self, slot: str | None, every_s: float, time_zone: str) -> None:
-        """The slot that is named, or the one of the tick in which the database's clock stands."""
+        """Choose the named slot, or the one of the current tick by the database's clock."""
         if slot is not None:
             self.slot = slot
             return
@@ -186,24 +188,24 @@ class _Claim:
         self.slot, self.left_s = f"{row['slot']}/{format_duration(every_s)}", row["left_s"]
 
     async def look(self) -> Outcome | None:
-        """How the slot stands; None if it was not begun yet."""
+        """The outcome of the slot so far; None if it was not begun yet."""
         outcome: Outcome | None = (await self._row("slot_look", **self._key))["outcome"]
         return outcome
 
     def over(self, stands: Outcome) -> bool:
-        """Is there nothing to do for us in a slot that stands so?"""
+        """With this outcome, is there nothing left to do for us?"""
         return stands == "done" or not self._retry
 
     async def take(self, token: LeaderToken) -> Outcome | None:
-        """Claim it in this term; or how it stands, if it is not to be had."""
+        """Claim the slot in this term: None if that succeeds, otherwise the outcome of the slot so far."""
         if self._taken and not self._retry:
-            return "claimed"  # by ourselves, and its work was interrupted
+            return "claimed"  # by this call, whose work was interrupted
         row = await self._row("slot_claim", **self._key, **_of(token), retry=self._retry)
         self._taken = self._taken or row["claimed"]
         return None if row["claimed"] else row["outcome"] or "claimed"
 
     async def finish(self, token: LeaderToken, outcome: Literal["done", "failed"], detail: str | None) -> None:
-        """Tell how it ended. If that cannot be told, the slot stays open: with "retry" the work is run again."""
+        """Report the outcome. If that fails, the slot stays open: with "retry" the work is run again."""
         self.away_s_max = FINISH_S_MAX[outcome]
         told = {**self._key, **_of(token), "outcome": outcome, "detail": detail and detail[:DETAIL_MAX]}
         try:
@@ -222,7 +224,8 @@ class _Claim:
         return {"namespace": self._namespace, "slot_name": self.name, "slot": self.slot}
 
     async def _row(self, statement: str, **params: object) -> dict[str, Any]:
-        """On one connection for as long as it lasts: a work may run for hours. Each statement may be sent twice."""
+        """Run a statement on the kept connection, or on a new one if that was lost: a work may run for hours. Each
+        statement may safely be sent twice."""
         now = asyncio.get_running_loop().time
         give_up_at = now() + self.away_s_max
         while True:

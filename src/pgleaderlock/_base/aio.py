@@ -1,6 +1,6 @@
-"""Event-loop helpers: the first of several things, a bounded end of tasks, a loop in a thread of its own.
+"""Event-loop helpers: waiting for the first of several futures, cancelling tasks, running a loop in a thread.
 
-Must never leave a task running that it has started.
+Must never leave a task running that it started.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ JOIN_S = 5.0
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> "list[asyncio.Future[Any]]":
-    """Wait until one of them has ended, cancel the others and wait for them too.
+    """Wait until the first awaitable has ended, cancel the others, and wait for those too.
 
-    Returns all of them as futures that are done, in the order given. Usually all but one are cancelled, but two may end
-    in the same turn of the loop, and one that is cancelled may still return: look at each. What one of them raised is
-    raised here; if there are several exceptions, they are raised as an `ExceptionGroup`.
+    Returns all of them as futures that are done, in the order given. Usually all but one are cancelled. But two may end
+    in the same iteration of the loop, and a cancelled one may still return a result: check each. An exception of one of
+    them is raised here; several are raised as an `ExceptionGroup`.
 
-    If the caller is cancelled, all of them are cancelled and waited for. Where a result that comes in that very moment
-    must not be lost, pass a future and look at it afterwards. Shield a future that others wait for as well.
+    If the caller is cancelled, all of them are cancelled and waited for. To keep a result that arrives at that moment,
+    pass a future and check it afterwards. Shield a future that other tasks wait for.
     """
     futures: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in awaitables]
     try:
@@ -47,9 +47,9 @@ async def first_of(*awaitables: Awaitable[Any]) -> "list[asyncio.Future[Any]]":
 
 
 async def cancel_and_wait(*futures: "asyncio.Future[Any]") -> None:
-    """Cancel those that have not ended and wait until all have. Their results and exceptions stay with them.
+    """Cancel the futures that are not done and wait for all of them. Their exceptions are not raised here.
 
-    If the caller is cancelled meanwhile, they are cancelled once more, and it is still waited for them.
+    If the caller is cancelled meanwhile, this cancels them once more and waits on, then raises the cancellation.
     """
     cancelled: asyncio.CancelledError | None = None
     while pending := [future for future in futures if not future.done()]:
@@ -64,19 +64,19 @@ async def cancel_and_wait(*futures: "asyncio.Future[Any]") -> None:
 
 
 def being_cancelled() -> bool:
-    """For an `except CancelledError`: is it this task that is cancelled, or did something that it awaits raise that?"""
+    """In an `except CancelledError`: was this task cancelled? False if something that it awaited was."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 async def any_done(*futures: "asyncio.Future[Any]", timeout_s: float | None = None) -> bool:
-    """Wait until one of them has ended; False when the time is up first. Cancels none: they belong to the caller."""
+    """Wait until one future is done; False on a timeout. Cancels none of them: they belong to the caller."""
     done, _ = await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     return bool(done)
 
 
 async def within(timeout_s: float | None, awaitable: Awaitable[Any]) -> bool:
-    """Wait for its end; False when the time is up first: it is cancelled then. What it raises is raised here."""
+    """Await it; False if the timeout comes first, which cancels it. An exception of it is raised here."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -125,6 +125,6 @@ def settle(future: "asyncio.Future[Any]", value: Any = None) -> None:
 
 
 def cancel_once(task: "asyncio.Task[Any]") -> None:
-    """A second cancellation would interrupt the clean-up that the first one has begun."""
+    """Cancel unless that was done before: a second cancellation would interrupt the task's clean-up."""
     if not task.cancelling():
         task.cancel()

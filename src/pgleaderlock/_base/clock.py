@@ -33,10 +33,10 @@ class _BootClock:
         return time.clock_gettime(_CLOCK_ID)
 
     async def sleep(self, delay_s: float) -> None:
-        # The event loop's clock stands still during a suspend, ours does not: look at ours every second, so that what
-        # was due while the machine slept is done within a second of its waking.
+        # The event loop's clock stops during a suspend, ours does not. So check ours every second: a deadline that
+        # passed while the machine slept is then noticed within a second of its waking.
         until = self.now() + delay_s
-        while (left_s := until - self.now()) > 0:  # noqa: ASYNC110 - no event tells of a suspend
+        while (left_s := until - self.now()) > 0:  # noqa: ASYNC110 - a suspend raises no event
             await asyncio.sleep(min(left_s, LOOK_S))
 
 

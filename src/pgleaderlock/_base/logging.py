@@ -37,7 +37,7 @@ class StructuredLogger:
         self._log(logging.ERROR, event, fields, exc_info)
 
     def failed_at_exit(self, event: str, failure: Exception, leaving: BaseException, **fields: object) -> None:
-        """For the end of a `with` block: the exception that leaves it goes on, and the failure is noted on it."""
+        """Log a failure at the end of a `with` block, and add it as a note to the exception that leaves the block."""
         self._log(logging.WARNING, event, {**fields, "error": failure})
         leaving.add_note(f"{event}: {failure}")
 
@@ -52,8 +52,8 @@ class StructuredLogger:
 
 
 class Seldom:
-    """Logs an event that a client, or a broken disk, can cause at every request: one line per `interval_s`, which says
-    how many were left out before it."""
+    """Rate-limits an event that a client, or a broken disk, can cause at every request: at most one line per
+    `interval_s`, with the number of lines dropped before it."""
 
     def __init__(self, log: Callable[..., None], interval_s: float = 5.0) -> None:
         """`log` is a method of a logger, such as `warning`."""

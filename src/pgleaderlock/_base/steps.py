@@ -1,4 +1,4 @@
-"""Code that is written once for async and for blocking callers: a generator yields each call, a runner waits for it.
+"""Code written once for async and blocking callers: a generator yields each call, and a runner waits for its result.
 
     def one_row(connection, query) -> Steps[tuple]:
         cursor = yield connection.execute(query)
@@ -7,8 +7,8 @@
     await run(one_row(async_connection, "…"))
     run_blocking(one_row(connection, "…"))
 
-A call on an async connection gives an awaitable, which `run` awaits; on a blocking connection it gives the answer
-itself. Either way the generator gets the answer where it has yielded, or the error is raised there.
+A call on an async connection returns an awaitable, which `run` awaits; on a blocking connection it returns the result
+itself. In both cases `yield` evaluates to the result, or raises the error.
 """
 
 from collections.abc import Generator
@@ -21,7 +21,7 @@ Steps = Generator[Any, Any, T]
 
 
 async def run(steps: Steps[T]) -> T:
-    """Await what is yielded. A cancellation is raised inside the generator, which decides what becomes of the call."""
+    """Await each yielded awaitable. A cancellation is raised inside the generator, at its `yield`."""
     answer: Any = None
     error: BaseException | None = None
     while True:
@@ -38,7 +38,7 @@ async def run(steps: Steps[T]) -> T:
 
 
 def run_blocking(steps: Steps[T]) -> T:
-    """The same where each call has ended when it is yielded."""
+    """The same for blocking calls: what is yielded is the result already."""
     answer: Any = None
     while True:
         try:

@@ -63,7 +63,7 @@ def parse_duration_s(text: str | float) -> float:
 
 
 def format_duration(duration_s: float) -> str:
-    """As people would write it, in the largest unit that needs no fraction: `90s`, `2h`, `200ms`; else `1.5s`."""
+    """The duration in the largest unit that needs no fraction: `90s`, `2h`, `200ms`; otherwise `1.5s`."""
     for unit, unit_s in reversed(_UNIT_S.items()):
         count = duration_s / unit_s
         if round(count) and (unit != "ms" or duration_s < 1) and math.isclose(count, round(count), rel_tol=1e-9):

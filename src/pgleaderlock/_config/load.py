@@ -1,7 +1,7 @@
-"""From what was written to values that know where they came from: the file, the environment, the flags.
+"""Reads the file, the environment and the flags into values that record where they came from.
 
 Reading goes on after a mistake, so that all of them are reported at once, each with its place. The relations between
-settings are those of `timing`, told in the words of the file. An unknown key must never be ignored.
+settings are those of `timing`, reported with the names that the file uses. An unknown key must never be ignored.
 """
 
 import difflib
@@ -87,7 +87,7 @@ DEFAULT = Origin("default", "default")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a setting is, and why."""
+    """The value of a setting, and its origin."""
 
     setting: Setting
     value: Any = field(repr=False)  # it may be a DSN
@@ -130,14 +130,14 @@ class AlertRule:
 
 @dataclass(slots=True)
 class Contents:
-    """What one source says, and what is wrong with it."""
+    """The settings of one source, and the problems found in it."""
 
     election: dict[str, Value] = field(default_factory=dict)
     roles: dict[str, RoleSettings] = field(default_factory=dict)
     alerts: list[AlertRule] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    """The settings that are wrong, whose relations to others say nothing."""
+    """The settings that could not be read: their relations to others are not checked."""
 
     def read(self, into: dict[str, Value], setting: Setting, origin: Origin, read: Callable[[], Any]) -> None:
         """Note the value that `read` returns, unless it is None, or what is wrong with it."""
@@ -284,14 +284,14 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, obje
 
 
 def dsn_in_environment() -> str | None:
-    """The database alone, whatever else the environment says."""
+    """The DSN alone; other variables are not read and cannot fail."""
     (dsn,) = (setting for setting in ELECTION if setting.key == "dsn")
     found = _of_variables(dsn, os.environ)
     return None if found is None else str(found)
 
 
 def role_of_environment(key: int | None) -> str:
-    """The role that nobody has named. The ledger knows a role by its name, so that two keys need two names."""
+    """The name of a role that was given by its key only. The ledger identifies roles by name: two keys, two names."""
     return "leader" if key is None else f"leader-{key}"
 
 
@@ -324,7 +324,7 @@ def _of_variables(setting: Setting, environ: Mapping[str, str]) -> Any:
 
 
 def _delays(variables: tuple[str, ...], given: Mapping[str, str]) -> tuple[float, float]:
-    """One that is missing keeps its default; the longest is raised to a shortest that is longer."""
+    """A missing one keeps its default; a default longest delay below the shortest is raised to it."""
     shortest, longest = variables
     low_s, high_s = DEFAULT_DELAYS_S
     if shortest in given:
@@ -354,7 +354,8 @@ def _truth(variable: str, text: str) -> bool:
 
 
 def from_flags(flags: Mapping[str, object]) -> Contents:
-    """What a program was told directly, by the keys of the file; None is not given. Seconds may be numbers."""
+    """Settings that a program was given as flags, by the keys of the file; None means not given. Durations may be
+    numbers of seconds."""
     known = {setting.key: setting for setting in ELECTION}
     found = Contents()
     for key, given in flags.items():
@@ -377,7 +378,7 @@ def _flag_value(setting: Setting, given: Any) -> Any:
     return setting.kind.read(setting.key, given)
 
 
-# --- Relations, told in the words of the file
+# --- Relations, reported with the names that the file uses
 
 
 class FileWords(Words):
@@ -403,14 +404,14 @@ class FileWords(Words):
         return "false" if duration_s is None else f'"{format_duration(duration_s)}"'
 
     def problem(self, misfit: Misfit) -> Problem:
-        """Where to correct it: the first of its settings that was given at all."""
+        """The problem, placed at the first of its settings that was given."""
         values = [self._values[key] for key in misfit.at]
         at = next((value for value in values if value.is_given), values[0])
         return at.origin.problem(misfit.text, misfit.remedy)
 
 
 def timing_of(values: Mapping[str, Value]) -> Timing:
-    """With what was not given worked out: G from T, or from the interval; T from G."""
+    """The timing, with missing values derived: G from T, or from the interval; T from G."""
     gate_s, lease_s = values["late_threshold"].value, values["lease_duration"].value
     if gate_s is None and lease_s is not None:
         gate_s = gate_under_lease_s(lease_s)
@@ -419,7 +420,8 @@ def timing_of(values: Mapping[str, Value]) -> Timing:
 
 
 def check(values: Mapping[str, Value], roles: Sequence[RoleSettings], broken: Collection[str]) -> Iterator[Problem]:
-    """What does not fit together or cannot be used. What is `broken` is reported already, and has its default here."""
+    """Settings that contradict each other or cannot be used. The `broken` ones are reported already: here they have
+    their defaults."""
     words = FileWords(values)
     yield from _names(values)
     misfits: list[Misfit] = []
@@ -440,7 +442,7 @@ def check(values: Mapping[str, Value], roles: Sequence[RoleSettings], broken: Co
 
 
 def advice(values: Mapping[str, Value]) -> Iterable[Problem]:
-    """What is no mistake, and probably not what was meant."""
+    """Warnings: settings that are valid, but probably not what was meant."""
     words = FileWords(values)
     return map(words.problem, idle_lock_timeout(values["lock_timeout"].value, timing_of(values), words))
 
@@ -472,7 +474,7 @@ def _roles(roles: Sequence[RoleSettings], namespace: str) -> Iterator[Problem]:
         try:
             pairs[role.name] = role_pair(role, namespace)
         except ConfigurationError:
-            return  # the namespace, which is reported already
+            return  # it is the namespace that is wrong, which is reported already
     by_name = {role.name: role for role in roles}
     for misfit in role_misfits(pairs):
         role = by_name[misfit.at[0]]

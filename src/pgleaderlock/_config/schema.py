@@ -56,7 +56,7 @@ class Kind:
 
     unit: str
     read: Callable[[str, object], Any]
-    """From the key and what the file says to what the program uses. Raises `Mistake`."""
+    """Converts the key and the value in the file to the value that the program uses. Raises `Mistake`."""
     schema: Mapping[str, Any]
     show: Callable[[Any], str] = str
 
@@ -73,7 +73,7 @@ class Setting:
     key: str
     kind: Kind
     default: object
-    """As the program uses it; None where it is worked out (`default_text` says how) or where there is none."""
+    """As the program uses it; None where it is derived (`default_text` says how) or where there is none."""
     meaning: str
     change_when: str
     option: str = ""
@@ -83,7 +83,7 @@ class Setting:
     default_text: str = ""
     required: bool = False
     other_names: tuple[str, ...] = ()
-    """Names of the same thing elsewhere. The reader refuses them and says the right one."""
+    """Names of this setting in other products. The reader refuses them and suggests the right one."""
 
     def shown(self, value: Any) -> str:
         if value is None or value == ():
@@ -415,7 +415,7 @@ SECTIONS = ("cluster", "roles", "alerts")
 
 
 def json_schema() -> dict[str, Any]:
-    """What a `pgleaderlock.toml` may hold, as far as a schema can say it. Relations of settings it cannot."""
+    """The JSON schema of `pgleaderlock.toml`. It cannot express relations between settings."""
     return {
         "$schema": SCHEMA_DIALECT,
         "title": "pgleaderlock.toml",

@@ -1,4 +1,4 @@
-"""What settings must be to each other, and every formula that derives one from another. Each is written here, once.
+"""Every relation between settings, and every formula that derives one from another. Each is written here, once.
 
 The constructors of `LeaderElection` and `LeaderLock` check their keywords here, and `load` checks a file. A relation
 yields a `Misfit`, worded by `Words`: an error names what the user wrote, a keyword or a setting with its line.
@@ -42,7 +42,7 @@ __all__ = [
     "timing_misfits",
 ]
 
-# The server's lock table is shared by everybody and holds some 12,000 entries at its defaults: a full one refuses
+# All sessions share the server's lock table, which has some 12,000 entries at its defaults: a full one refuses
 # new connections. One node takes at most two entries per role, its lock and for a moment its fence.
 ROLES_MAX = 5_000
 RETENTION_S_MIN = 3600.0
@@ -66,13 +66,13 @@ def gate_under_lease_s(lease_s: float) -> float:
 
 
 def lease_over_gate_s(gate_s: float) -> float:
-    """T, where it was not given. The difference is what clocks may drift apart, and what a drain has."""
+    """T, where it was not given. T - G is the allowance for clock drift, and the time that a drain has."""
     return gate_s + max(1.0, gate_s / 10)
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The durations of an election, which fit each other."""
+    """The durations of an election, checked against each other."""
 
     heartbeat_interval_s: float
     gate_s: float
@@ -87,7 +87,7 @@ class Timing:
     def derived(
         cls, interval_s: float, gate_s: float | None, lease_s: float | None, delay_s: tuple[float, float], wait_s: float
     ) -> "Timing":
-        """With G and T worked out where they are None, and nothing checked."""
+        """Derive G and T where they are None. Checks nothing."""
         gate_s = gate_of_interval_s(interval_s) if gate_s is None else gate_s
         lease_s = lease_over_gate_s(gate_s) if lease_s is None else lease_s
         return cls(float(interval_s), float(gate_s), float(lease_s), delay_s, float(wait_s))
@@ -101,7 +101,7 @@ class Timing:
         acquire_delay_s: tuple[float, float],
         standby_wait_s: float,
     ) -> "Timing":
-        """From keywords of `LeaderElection`, or a `ConfigurationError` that names one and the remedy."""
+        """Derive and check. Raises a `ConfigurationError` that names a keyword of `LeaderElection` and the remedy."""
         positive_s("heartbeat_interval_s", heartbeat_interval_s)
         check_optional_seconds(late_threshold_s=late_threshold_s, session_lease_s=session_lease_s)
         try:
@@ -128,7 +128,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class LockTiming:
-    """The durations of a lock, which fit each other."""
+    """The durations of a lock, checked against each other."""
 
     health_interval_s: float
     health_timeout_s: float
@@ -140,7 +140,7 @@ class LockTiming:
     def derived(
         cls, health_interval_s: float, health_timeout_s: float | None, session_lease_s: float | None
     ) -> "LockTiming":
-        """With what is None worked out, and nothing checked."""
+        """Derive what is None. Checks nothing."""
         timeout_s = health_interval_s if health_timeout_s is None else health_timeout_s
         default_s = min(LEASE_INTERVALS * health_interval_s, LEASE_S_MAX)
         lease_s = default_s if session_lease_s is None else session_lease_s
@@ -150,7 +150,7 @@ class LockTiming:
     def checked(
         cls, health_interval_s: float, health_timeout_s: float | None, session_lease_s: float | None
     ) -> "LockTiming":
-        """From keywords of `LeaderLock`, or a `ConfigurationError` that names one and the remedy."""
+        """Derive and check. Raises a `ConfigurationError` that names a keyword of `LeaderLock` and the remedy."""
         positive_s("health_interval_s", health_interval_s)
         check_optional_seconds(health_timeout_s=health_timeout_s, session_lease_s=session_lease_s)
         timing = cls.derived(health_interval_s, health_timeout_s, session_lease_s)
@@ -164,11 +164,11 @@ class LockTiming:
 
     @property
     def margin_s(self) -> float:
-        """What is left to end the work, from when this node notices a cut to when the server frees the lock."""
+        """The time to end the work: from when this node notices a lost connection until the server frees the lock."""
         return self.lease_s - self.trust_s
 
 
-# --- How a relation is told
+# --- How a broken relation is reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Misfit:
     """Settings that do not fit each other: what is wrong, and what to do."""
 
     at: tuple[str, ...]
-    """The setting to correct, by its key in the table; where it was not given, one of the next. Or a role's name."""
+    """The keys of the settings to correct, of which the first that was given is reported; or a role's name."""
     text: str
     remedy: str
 
@@ -185,8 +185,8 @@ _KEYWORD_OF = {setting.key: setting.option or setting.key for setting in ELECTIO
 
 
 class Words:
-    """What the user calls the settings, which go by their keys in the table here. These are the words of a constructor,
-    `session_lease_s=7`; `load` has those of a file."""
+    """The names by which the user knows the settings; this module uses their keys in the table. These are the keywords
+    of a constructor, `session_lease_s=7`; `load` has the names in a file."""
 
     def __init__(self, given: Iterable[str] = ()) -> None:
         self._given = frozenset(given)
@@ -320,7 +320,8 @@ def combination_misfits(
     retention_s: float | None = None,
     hold: str = "session",
 ) -> Iterator[Misfit]:
-    """What cannot be combined, or is of no use. A lock has `standby_wait_s` and `allow_pooler` alone."""
+    """Settings that cannot be combined, or have no effect. Of these, a lock has only `standby_wait_s` and
+    `allow_pooler`."""
     waits = words.said("standby_wait", standby_wait_s)
     if standby_wait_s and roles > 1:
         text = f"{waits} waits at the server for one role only, and there are {roles}"
@@ -349,7 +350,7 @@ def combination_misfits(
 
 
 def idle_lock_timeout(lock_timeout_s: float | None, timing: Timing, words: Words) -> Iterator[Misfit]:
-    """A `lock_timeout` that never comes to bear. No mistake: a warning."""
+    """A `lock_timeout` that can never expire: a warning, not an error."""
     limit_s = timing.statement_timeout_s
     if lock_timeout_s is not None and lock_timeout_s >= limit_s:
         said = words.said("lock_timeout", lock_timeout_s)
@@ -374,11 +375,11 @@ def role_misfits(pairs: Mapping[str, KeyPair]) -> Iterator[Misfit]:
 
 
 def role_keys(roles: str | Iterable[str] | Mapping[str, int], namespace: str) -> dict[str, KeyPair]:
-    """Role → its pair of keys. A mapping gives 64-bit keys of the caller's own."""
+    """Role → its pair of keys. The values of a mapping are 64-bit keys chosen by the caller."""
     if isinstance(roles, Mapping):
         pairs = {name: key_pair_from_bigint(key) for name, key in roles.items()}
         for name in pairs:
-            key_pair(name, namespace)  # the name is checked all the same: it is the role's name in the ledger
+            key_pair(name, namespace)  # only to check the name, which the ledger uses
     else:
         if not isinstance(roles, str | Iterable):
             raise ConfigurationError(f"roles must be a name or several names, not {type(roles).__name__}")
@@ -394,7 +395,7 @@ def role_keys(roles: str | Iterable[str] | Mapping[str, int], namespace: str) ->
 
 
 def one_more_role(known: Mapping[str, KeyPair], name: str, key: int | None, namespace: str) -> dict[str, KeyPair]:
-    """The roles of an election and one more; `key` is a 64-bit key of the caller's own."""
+    """The roles of an election and one more; `key` is a 64-bit key chosen by the caller."""
     if not isinstance(name, str):
         raise ConfigurationError(f"a role's name is a text, not {type(name).__name__}")
     pairs = role_keys(name if key is None else {name: key}, namespace)

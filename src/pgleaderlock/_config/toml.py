@@ -49,7 +49,7 @@ class Problem:
 
 
 class ConfigFileError(ConfigurationError):
-    """Settings are wrong: all the mistakes that were found, in `problems`; one line each as text."""
+    """Settings are wrong. `problems` has every mistake that was found; the text has one line for each."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -60,12 +60,12 @@ class ConfigFileError(ConfigurationError):
 
 
 class FileUnreadable(ConfigFileError):
-    """There is no file to find mistakes in."""
+    """The file is missing or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TomlFile:
-    """What a file says, and where."""
+    """The contents of a file, and the line of each value."""
 
     path: Path
     document: dict[str, Any]
@@ -210,7 +210,7 @@ class _Scanner:
             count = self._elements[place] = self._elements.get(place, 0) + 1
             self._lines.setdefault(place, line)
             place = (*place, count - 1)
-        # The section's own line counts, also when a section below it came first.
+        # The section's own line replaces the one that a subsection before it has set.
         self._lines[place] = line
         return place
 

@@ -29,11 +29,11 @@ __all__ = ["Balancing", "Held", "Move", "choose", "fair_share", "moves_needed", 
 BUSY_S = 0.05
 # Nothing is moved before the members have been the same for this many heartbeats.
 SETTLED_BEATS = 2.0
-# A node that did not take what was given up for it does not compete for the same roles: it is left out for this time.
+# A node that does not take a role given up for it does not compete for the same roles: it is left out for this time.
 UNWILLING_S = 300.0
 
 Held = Mapping[str, Collection[str]]
-"""Node → the roles it leads. Every live candidate is in it, also one that leads nothing; no other node is."""
+"""Node → the roles it leads. It has every live candidate, including those that lead nothing, and no other node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ def plan(held: Held, me: str, free: Collection[str] = (), barred: Collection[Mov
 def next_move(held: Held, free: Collection[str] = (), barred: Collection[Move] = ()) -> Move | None:
     """The one move that is due, the same on every node; None once the counts differ by at most one.
 
-    `free`: roles that have just become free. While there is one, nothing moves: it may be a move on its way, or it may
-    fill the gap by itself. Leave out those that no node wins, or nothing would ever be moved.
-    `barred`: moves that the giver has tried and that came to nothing, because `to_node` does not compete for that role.
+    `free`: roles that have just become free. While there is one, nothing moves: a move may be under way, or winning
+    that role may even out the counts. Leave out roles that no node wins, or nothing would ever be moved.
+    `barred`: moves that the giver has tried without success, because `to_node` does not compete for that role.
     """
     if free or len(held) < 2:
         return None
@@ -81,9 +81,9 @@ def fair_share(held: Held, me: str, free: Collection[str] = ()) -> int:
 
 
 def choose(held: Held, me: str, free: Collection[str]) -> list[str]:
-    """Which of the free roles `me` goes for: as many as it is below its share. The rest is for the others.
+    """The free roles that `me` should try for: as many as it lacks to its share. The rest is for the other nodes.
 
-    Each node prefers different ones, so that two nodes seldom want the same. Empty: hold back.
+    Each node prefers different ones, so that two nodes seldom try for the same role. Empty: hold back.
     """
     room = fair_share(held, me, free) - len(held.get(me, ()))
     if room <= 0:
@@ -119,11 +119,11 @@ class _Seen:
     at: float
     lease_s: float
     beats_on: bool
-    """Its beat was seen to change: it is not only a record that a dead node left behind."""
+    """This node has seen its beat change, so it is not a record left behind by a dead node."""
 
 
 class Balancing:
-    """Used by the engine's task, on its loop."""
+    """Gathers the facts for the plan and asks for the moves. Used by the engine's task, on its loop."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -135,7 +135,7 @@ class Balancing:
         self._asked: Move | None = None
         self._unwilling: dict[str, float] = {}
         self._barred: set[Move] = set()
-        """Moves that came to nothing: not offered to the same node again while the members are the same."""
+        """Moves that failed: not asked for again while the members are the same."""
 
     @property
     def on(self) -> bool:
@@ -144,7 +144,7 @@ class Balancing:
     # --- Free roles
 
     def allowed(self, wanted: list[Role], now: float) -> list[Role]:
-        """Which of them this node may try now: those of its share, and those that others have left for too long."""
+        """The wanted roles that this node may try now: those of its share, and those that stayed free for too long."""
         if not self.on:
             return wanted
         free = [role for role in wanted if role.name in self._free_since]
@@ -155,7 +155,7 @@ class Balancing:
         return [role for role in free if role.name in mine or self._held_back_until(role) <= now]
 
     def saw(self, wanted_now: Callable[[], list[Role]], now: float) -> float:
-        """Take note of what is free; answers when the next try should come."""
+        """Note which roles are free; returns when the next try is due."""
         if not self.on:
             return NEVER
         before = self._free_since
@@ -167,7 +167,7 @@ class Balancing:
         wanted = wanted_now()
         allowed = {role.name for role in self.allowed(wanted, now)}
         if any(name in allowed for name in self._free_since.keys() - before.keys()):
-            return now  # it was only looked at this time
+            return now  # this tick has only looked at it
         return min((self._held_back_until(role) for role in wanted if role.name not in allowed), default=NEVER)
 
     def _is_free(self, role: Role, now: float) -> bool:
@@ -216,7 +216,7 @@ class Balancing:
         return True
 
     async def _look(self) -> bool:
-        """Look who the members are; answers whether a role is on its way to one of them."""
+        """Read the members; returns whether a role is being moved to one of them."""
         members = await self._board.open_ledger().members()
         now = self._board.clock.now()
         self._seen = {member.session_id: self._saw_member(member, now) for member in members}
@@ -239,7 +239,8 @@ class Balancing:
         return now - self._same_since >= settled_s and all(seen.beats_on for seen in self._seen.values())
 
     def _judge_last_move(self, now: float, *, moving: bool) -> None:
-        """A role that went to another node, or came back, was not wanted there: that node is left out for a while."""
+        """If the role went to a third node or came back, its target does not compete for it: leave that node out for a
+        while."""
         move = self._asked
         role = self._board.roles.get(move.role) if move is not None else None
         if move is None or moving or (role is not None and (role.requests or role.name in self._on_their_way(now))):
@@ -253,7 +254,7 @@ class Balancing:
     # --- Facts
 
     def _on_their_way(self, now: float) -> set[str]:
-        """Roles that have just become free, or whose new leader was not seen yet; not those that no node wins."""
+        """Roles that have just become free, or whose new leader was not seen yet; none of those that no node wins."""
         freed = {name for name, since in self._free_since.items() if now - since < 2 * HOLD_S}
         return freed | {name for name, role in self._board.roles.items() if not role.in_term and role.look is None}
 
@@ -262,7 +263,7 @@ class Balancing:
         return self._board.identity.node_id
 
     def _held(self, now: float) -> dict[str, Collection[str]]:
-        """Every member and what it leads, by what was last seen. A session whose backend is gone is no member."""
+        """Every member and the roles it leads, as last seen. A session whose backend is gone is not a member."""
         looks = {name: role.look for name, role in self._board.roles.items() if role.look is not None}
         gone = {look.session_id for look in looks.values() if look.gone}
         held: dict[str, set[str]] = {

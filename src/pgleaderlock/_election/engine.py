@@ -1,12 +1,12 @@
 """The task of one `LeaderElection`: one session, any number of roles, one tick at a time.
 
-`Engine._tick` is the whole protocol in its order; each step calls down into `winning`, `releasing` and `balancing`, and
-only `Owner` is called above. A tick sends at most one heartbeat (per node, whatever the number of roles) and one
-statement that tries every lock it wants and looks at the holders of the rest. A won lock is followed by a bump, a later
-statement, because only that one sees the last predecessor.
+`Engine._tick` is the whole protocol in order. Its steps call down into `winning`, `releasing` and `balancing`; calls
+upwards go through `Owner` only. A tick sends at most one heartbeat (per node, whatever the number of roles) and one
+statement that tries every wanted lock and looks at the holders of the rest. A won lock is followed by a bump. That is a
+later statement, because only a later snapshot is sure to show the last predecessor.
 
-Deadlines are anchored before the send. Any failure ends the session and shuts every gate: a statement whose answer is
-unknown is never repeated on its session.
+Deadlines count from before the request was sent. Any failure ends the session and shuts every gate: a statement whose
+outcome is unknown is never repeated on its session.
 """
 
 import asyncio
@@ -32,12 +32,13 @@ __all__ = ["Engine", "Namesakes", "Reports", "Upkeep"]
 
 T = TypeVar("T")
 ERROR_BACK_OFF = ExponentialBackoff(base_s=0.2, max_s=3.0)
-# How often a node prunes the ledger's history, on average; and how soon again if a step was not enough.
+# The mean interval between prunings of the ledger's history by one node; and the pause before another step if one step
+# was not enough.
 EVERY_S = 600.0
 AGAIN_S = 5.0
-# A drain is reported once it has lasted so long.
+# A drain is reported to the ledger once it has lasted this long.
 DRAIN_TOLD_S = 0.1
-# A ledger that refuses a report, such as for want of a grant, is not asked again for so long.
+# After the ledger has refused a report (a missing grant, for example), none is sent for this long.
 REFUSED_S = 5.0
 
 
@@ -77,7 +78,7 @@ class Engine:
                 except PgLeaderLockError as error:
                     await self._lose(error)
                 except Exception as error:
-                    # A bug, or an unknown failure of the driver: competing must go on all the same.
+                    # A bug, or an unknown failure of the driver: the node must go on competing.
                     self._log.error("unexpected_error", exc_info=error, error=error)
                     await self._lose(error)
                 else:
@@ -105,7 +106,7 @@ class Engine:
         if due.beat_at <= self._clock.now():
             await self._requests.obey(await self._beat())
         if any(role.works.given_up for role in board.led()):
-            await self._reports.run()  # while the term is open: its end does not say why
+            await self._reports.run()  # before the term ends: the end of a term records no reason
         await self._releases.begin()
         self._requests.end_work()
         if (others_first_until := await self._releases.finish()) is not None:
@@ -118,7 +119,7 @@ class Engine:
         await self._winning.begin_terms()
         board.tries()
         reported = await self._reports.run()
-        # If nothing else was sent, there is time for what is not urgent.
+        # What is not urgent runs only in a tick that has sent nothing else.
         idle = due.sent == sent_before and not reported and not board.stopping
         if idle and not await self._upkeep.run() and not await self._namesakes.run() and await self._balancing.run():
             due.beat_soon()
@@ -153,7 +154,7 @@ class Engine:
         settled = [role for role in led if not role.settled_told and role.settled_at <= sent_at]
         telling = self._requests.to_tell
         self._beats += 1
-        asked_for = led[self._beats % len(led)] if led else None  # one after the other
+        asked_for = led[self._beats % len(led)] if led else None  # each role in turn
         held = asked_for.keys if asked_for is not None and asked_for.holds_lock else None
         beat = await self._board.open_ledger().beat([role.name for role in settled], telling, held)
         acked_at = self._clock.now()
@@ -165,17 +166,18 @@ class Engine:
         self._due.beat_next_at(sent_at + self._settings.jittered_interval_s(self._rng))
         if (beat.roles, beat.epochs) != (len(led), sum(role.epoch for role in led)):
             await self._reconcile(led)
-        # Only now: a node that took an epoch from us counts from the beat before this one. An answer that came too late
-        # renews nothing: its deadline is past already.
+        # Only after reconciling: a node that has superseded one of our epochs counts from the beat before this one. A
+        # late answer renews nothing, because its deadline has passed already.
         for role in led:
             role.gate.renew(sent_at + self._settings.gate_s)
         return beat
 
     async def _reconcile(self, led: list[Role]) -> None:
-        """The ledger does not agree about what this session leads: an operator has advanced an epoch, or held a row."""
+        """The ledger disagrees about what this session leads: an operator has advanced an epoch, or locked a row."""
         ledger = self._board.open_ledger()
         owned = await ledger.owned()
-        # Given up while its row was locked. Nodes that balance leave a role alone for as long as it seems to be led.
+        # Roles given up while their row was locked, so that the term is still open. Nodes that balance do not try for a
+        # role while the ledger says that it is led.
         given_up = {name: (epoch, False) for name, epoch in owned.items() if name not in {role.name for role in led}}
         if given_up:
             await ledger.end_terms(given_up)
@@ -198,7 +200,7 @@ class Engine:
         ledger = self._board.closed()
         self.acked_at = None
         lost = self._board.led()
-        for role in lost:  # all of them, before anything is told of one
+        for role in lost:  # close every gate before any callback or log line
             role.gate.close("lost")
         for role in lost:
             self._lose_role(role, error)
@@ -236,7 +238,7 @@ class Engine:
         if ledger is None:
             moments = [due.connect_at]
         elif self._board.stopping:
-            # The other steps are not taken any more: still due, they would make this loop busy.
+            # A stopping engine skips the other steps: waiting for one that stays due would spin this loop.
             moments = [due.beat_at, self._reports.due_at, self._requests.due_at]
         else:
             others = [self._upkeep.due_at, self._namesakes.due_at, self._balancing.due_at]
@@ -256,7 +258,7 @@ class Engine:
             self._owner.announce()
 
     def _turns(self, now: float) -> list[float]:
-        """When gates open or shut by themselves, so that the change is announced then."""
+        """The times at which gates open or shut by the clock alone, so that the change is announced then."""
         gates = [role.gate for role in self._board.led()]
         return [turn for gate in gates for turn in (gate.opens_at, gate.deadline) if turn > now]
 
@@ -299,12 +301,12 @@ class Engine:
         self._from_outside(self._stop, force)
 
     def ask_release(self, name: str, epoch: int, *, force: bool = False) -> None:
-        """Give one role up in the term of this epoch; with `force`, without waiting any longer for its work."""
+        """Give up one role if this epoch's term still lasts; with `force`, wait no longer for its work."""
         self._from_outside(self._ask_release, name, epoch, force)
 
     def call(self, fn: Callable[[], T]) -> "Future[T]":
-        """Run it on the engine's loop: at once if this is it. A caller that waits for the result must watch for the
-        end of the engine too, after which nothing is run."""
+        """Run `fn` on the engine's loop, at once if called there. A caller that waits for the result must also watch
+        for the end of the engine, after which nothing is run."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -334,7 +336,7 @@ class Engine:
     def _ask_release(self, name: str, epoch: int, force: bool) -> None:
         role = self._board.roles.get(name)
         if role is None or role.epoch != epoch:
-            return  # that term is over: the next one is not what was meant
+            return  # the request was for a term that is over, not for the current one
         if role.driver.state is LockState.LEADER:
             role.ask_release()
         if force:
@@ -344,7 +346,7 @@ class Engine:
     # --- From outside: on the engine's loop, by way of `call`
 
     def add(self, role: Role) -> None:
-        """Compete for one more role from now on."""
+        """Start to compete for one more role."""
         if self._board.roles.get(role.name) is role:
             return
         self._board.add(role)
@@ -354,7 +356,7 @@ class Engine:
         self._due.try_soon()
 
     def forget(self, role: Role) -> bool:
-        """Drop a role that is not held; False if it is, or if it may be any moment."""
+        """Drop a role that is not held; False if it is held, or a statement that may win it is under way."""
         if not role.free or (self._board.ledger is not None and role in self._board.trying):
             return False
         self._board.drop(role)
@@ -362,18 +364,18 @@ class Engine:
         return True
 
     def drain(self, roles: Collection[Role], *, everything: bool) -> Ended:
-        """Give these up and do not compete for them; the result comes when none of them is held any more."""
+        """Give these roles up and do not compete for them. The future resolves once none of them is held."""
         for role in roles:
             role.drain(with_node=everything)
         if everything:
             self._requests.drain_node()
-            self._due.beat_soon()  # so that others see it
+            self._due.beat_soon()  # the heartbeat tells other nodes
         self._due.woken.set()
         return self._releases.tell_when_free(roles)
 
     def resume(self, roles: Collection[Role], *, everything: bool) -> None:
-        """Roles that were drained are competed for again."""
-        # Decided here and now: an operator may have drained the node since the application called.
+        """Compete again for roles that were drained."""
+        # Evaluated on this loop, and not by the caller: an operator may have drained the node meanwhile.
         roles = [role for role in (self._board.roles.values() if everything else roles) if role.drained]
         if everything or self._requests.draining:
             self._requests.resume_node(roles)
@@ -385,11 +387,10 @@ class Engine:
 
 
 class Reports:
-    """Tells the ledger how the gates of this node stand, and which roles it competes for, whenever that has changed.
+    """Reports to the ledger, at each change, the state of this node's gates and the roles that it competes for.
 
-    For people: decides nothing.
-
-    Sent after the decisions of a tick. What the ledger has not recorded is told again in the next one.
+    The reports are for people; no node decides by them. They are sent after the decisions of a tick. A report that the
+    ledger has not recorded is sent again in a later tick.
     """
 
     def __init__(self, board: Board) -> None:
@@ -400,7 +401,7 @@ class Reports:
         self.due_at = NEVER
 
     def begin(self) -> None:
-        """A new session: its ledger has heard nothing."""
+        """A new session: report everything again."""
         self._told = {}
         self._declared = None
         self._not_before = 0.0
@@ -431,7 +432,7 @@ class Reports:
         changed = [role for role, mark in marks.items() if role.gate.untold or self._told.get(role.name) != mark]
         news = {role.name: (role, marks[role], role.gate.record()) for role in changed}
         for name, (role, _, record) in list(news.items()):
-            # Most drains end at once, and their end is the news.
+            # Most drains end at once: then only their end is reported.
             ripe_at = now if record.shut_at is None else record.shut_at + DRAIN_TOLD_S
             if role.driver.state is LockState.RELEASING and now < ripe_at:
                 self.due_at = min(self.due_at, ripe_at)
@@ -451,13 +452,13 @@ class Reports:
 
 
 def _mark(role: Role) -> tuple[object, ...]:
-    """What is told again if it changes."""
+    """What a report depends on: a role is reported again when this changes."""
     draining = role.driver.state is LockState.RELEASING
     return role.epoch, role.gate.shut_because, role.works.failure is not None, role.gate.in_flight if draining else None
 
 
 def _report(role: Role, record: GateRecord, now: float) -> dict[str, object]:
-    """Moments as ages: the ledger has a clock of its own."""
+    """The report of one role. Times are sent as ages, because the ledger has another clock."""
     gate, opens_at = role.gate.shut_because or "open", role.gate.opens_at
     return {
         "role": role.name,
@@ -473,9 +474,9 @@ def _report(role: Role, record: GateRecord, now: float) -> dict[str, object]:
 
 
 class Upkeep:
-    """Deletes a little of the ledger's oldest history now and then, on any node.
+    """Deletes the ledger's oldest history in small steps. Every node does this now and then.
 
-    Never in a tick that has sent something else, and never shortly before a heartbeat.
+    It never runs in a tick that has sent something else, nor shortly before a heartbeat.
     """
 
     def __init__(self, board: Board) -> None:
@@ -483,7 +484,7 @@ class Upkeep:
         self.due_at = NEVER
 
     def plan(self, mean_s: float | None = None) -> None:
-        """Some time from now; at random, so that the nodes take turns."""
+        """Schedule the next step at a random time, so that the nodes take turns."""
         if self._board.settings.retention_s is None:
             self.due_at = NEVER
         else:
@@ -503,19 +504,19 @@ class Upkeep:
 
 
 def _after_the_beat(board: Board) -> float | None:
-    """When to come back with what is not urgent, if the next heartbeat is near: after it there is time."""
+    """When the next heartbeat is near, the time after it at which to run what is not urgent; otherwise None."""
     now, beat_at, interval_s = board.clock.now(), board.due.beat_at, board.settings.heartbeat_interval_s
     return max(now, beat_at) + interval_s / 10 if beat_at - now < interval_s / 2 else None
 
 
 _running: set[tuple[int, str]] = set()
-"""The engines of this process, as pid and instance: a forked child has a copy of its parent's."""
+"""The engines of this process, as pid and instance. The pid tells them from those that a forked child has copied."""
 
 
 class Namesakes:
-    """Warns, once per session, of other processes that live under this node's name. Decides nothing.
+    """Warns, once per session, of other live processes with this node's name. Decides nothing.
 
-    They are candidates of their own, but what an operator asks of one is asked of all of them.
+    Each of them is a candidate, but a request that an operator makes of one is carried out by all of them.
     """
 
     def __init__(self, board: Board) -> None:
@@ -523,7 +524,7 @@ class Namesakes:
         self.due_at = NEVER
 
     def plan(self) -> None:
-        """In T: by then every process that lives has been heard since this session began."""
+        """Schedule the check after T: by then every live process has sent a heartbeat since this session began."""
         self.due_at = self._board.clock.now() + self._board.settings.lease_s
 
     async def run(self) -> bool:

@@ -1,12 +1,12 @@
-"""The ledger of an election that holds by a lease: the same questions as those of a session, and nothing held anywhere.
+"""The ledger of an election with `hold="lease"`: the same methods as with a session, but no lock is held in between.
 
-A session takes a lock and then begins a term. A lease looks which roles are free, and takes those in one message: it
-ends what has fallen silent, gets the locks until the commit, and begins the terms. So what `try_and_look` reports as
-granted only looked free, and `bump` decides.
+A session takes a lock and then begins a term. A lease first looks which roles are free. Then one message ends the
+leases that have been silent for too long, takes the locks until the commit, and begins the terms. So a role that
+`try_and_look` reports as granted only looked free; `bump` decides.
 
-Silence is counted on this node's own clock, from the first reply that showed the holder's beat, and only over time in
-which this node's own looks were answered. It decides when a lease is ended, and never when a gate opens: that is
-`opens_at`, as for sessions. The protocol is the one of the model in `tests/support/lease_model.py`.
+This node measures a holder's silence on its own clock, from the first reply that showed the holder's last beat, and
+only while its own looks were answered. The silence decides when a lease may be ended. It never decides when a gate
+opens: that is `opens_at`, as for sessions. The protocol is the one of the model in `tests/support/lease_model.py`.
 """
 
 import random
@@ -44,7 +44,7 @@ __all__ = ["LeaseLedger", "connected"]
 async def connected(
     setup: Setup, identity: Identity, *, clock: Clock, rng: random.Random, previous: int | None
 ) -> Ledger:
-    """A ledger that is not open yet, of the kind that the settings ask for; `previous` is the session before it."""
+    """A ledger, not opened yet, over a session or a lease as the settings say; `previous` is the session before it."""
     if setup.hold == "session":
         return Ledger(await DedicatedSession.open(setup.dsn, setup.connection()), identity, setup.channel)
     return LeaseLedger(
@@ -54,14 +54,14 @@ async def connected(
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """The last beat of a holder, and since when it has been silent."""
+    """The last beat of a holder, and since when this node has seen it unchanged, without a gap in its looks."""
 
     beat: int
     silent_since: float
 
 
 class LeaseLedger(Ledger):
-    """The messages of one recorded lease."""
+    """The statements of one recorded lease."""
 
     def __init__(
         self, session: LeaseSession, identity: Identity, setup: Setup, clock: Clock, previous: int | None
@@ -70,7 +70,8 @@ class LeaseLedger(Ledger):
         self._lease = session
         self._clock = clock
         self._previous = previous
-        # Between two looks there is a pause of the standby's own, and a busy machine: no gap in what it has heard.
+        # A longer time between two looks is a gap, and silence is counted anew. This allows for the standby's own delay
+        # between its tries, and for a busy machine.
         self._gap_s = max(setup.heartbeat_interval_s, 2 * setup.acquire_delay_s[1], setup.lease_s / 3)
         self._looked_at = float("-inf")
         self._heard: dict[int, _Heard] = {}
@@ -109,7 +110,7 @@ class LeaseLedger(Ledger):
         self._lease.recorded()
 
     async def beat(self, settled: Sequence[str], draining: bool | None = None, held: KeyPair | None = None) -> Beat:
-        """One heartbeat. No lock is held that could prove anything: the row does."""
+        """One heartbeat. `held` is ignored: no lock is held between messages, and the lease's row is the proof."""
         (row,) = await self._lease.rows(
             "lease_heartbeat", session_id=self.session_id, settled=list(settled), draining=draining
         )
@@ -120,7 +121,7 @@ class LeaseLedger(Ledger):
     async def try_and_look(
         self, roles: Mapping[str, KeyPair], wanted: Collection[str], *, look_closely: bool = False
     ) -> list[Look]:
-        """Look at the holders of all roles; a wanted role that seems free is reported as granted."""
+        """Look at the holders of all roles. Reports a wanted role that seems free as granted; `bump` decides."""
         if roles is not self._tried:
             self._tried, self._tried_columns, self._seen = roles, columns(roles), {}
         rows = await self._lease.rows_if_answered(
@@ -132,7 +133,7 @@ class LeaseLedger(Ledger):
             roles=self._tried_columns["roles"],
         )
         self.unanswered = self._lease.unanswered
-        if not rows:  # no answer: the next heartbeat asks until there is one
+        if not rows:  # no answer: a lost lease is noticed by the next heartbeat, which is repeated until answered
             return []
         self._listen(rows)
         names = list(roles)
@@ -147,7 +148,7 @@ class LeaseLedger(Ledger):
         return found
 
     def _listen(self, rows: list[tuple[Any, ...]]) -> None:
-        """Who has been heard since the last look, and who has been silent for too long."""
+        """Update for each holder how long it has been silent, and which leases have been for their T."""
         now = self._clock.now()
         unbroken, self._looked_at = now - self._looked_at <= self._gap_s, now
         heard, self._heard, self._silent, self.silent_at = self._heard, {}, {}, float("inf")
@@ -168,8 +169,8 @@ class LeaseLedger(Ledger):
     def _seems_free(self, look: Look) -> bool:
         if look.reserved:
             return False
-        # Of a session, the lock tells; it is tried by the message that takes. A term of this lease that this node does
-        # not lead was begun by a message whose answer was lost: it is followed by a new one.
+        # Whether a session still holds a role is decided by its lock, which the message that takes the role tries. A
+        # term of this lease that this node does not lead was begun by a message whose answer was lost: take a new term.
         mine = look.session_id == self.session_id
         return look.ended or look.beat is None or look.gone or mine or look.hold == "session" or self._is_silent(look)
 
@@ -205,12 +206,12 @@ class LeaseLedger(Ledger):
         return ended
 
     async def unlock(self, roles: Mapping[str, KeyPair]) -> set[str]:
-        """There is no lock to release: a term that has ended is free."""
+        """Wake the other nodes. There is no lock to release: a role whose term has ended is free."""
         await self.hint("released")
         return set(roles)
 
     async def evict(self, look: Look) -> bool:
-        """A silent session is ended as by any node; a silent lease by the message that takes its roles."""
+        """End a silent session. A silent lease is ended by the message that takes its roles, not here."""
         return look.hold == "session" and await super().evict(look)
 
     async def end_silent_lease(self, look: Look) -> bool:

@@ -1,10 +1,10 @@
-"""The ledger as an election's session sees it: records, beats, bumps and ends of terms, as frozen values.
+"""The statements that an election's session sends to the ledger, one method each, with frozen values as answers.
 
-One object per session: it is made when the session is opened and never outlives it. Every write matches session and
-epoch, at the server. A write whose outcome is unknown (PostgreSQL reports a cancelled wait for a synchronous standby as
-a mere warning) ends the session: no term may rest on it. Hints to others are statements of their own, which may fail.
+There is one object per session; it never outlives the session. Every write matches session and epoch at the server. A
+write whose outcome is unknown ends the session, because no term may depend on it (PostgreSQL reports a cancelled wait
+for a synchronous standby as a mere warning). Hints to other nodes are separate statements, which may fail.
 
-Knows no states and no time.
+It knows neither the states of a role nor the time.
 """
 
 import json
@@ -22,19 +22,19 @@ from pgleaderlock.migrate import check_schema
 __all__ = ["Beat", "Bump", "Identity", "Ledger", "Look", "Member", "Request", "Settled"]
 
 EVICTION_WAIT_MS = 500
-# How long other nodes do not try for a role that was given up in favour of one node.
+# How long the other nodes leave a role alone that was given up in favour of one node.
 HOLD_S = 2.0
-# How long a move of the balance keeps other nodes from beginning one.
+# How long a balancing move that is under way keeps other nodes from beginning one.
 MOVE_S = 30.0
 NO_HOLDER = dict.fromkeys(("beat", "holder_identity", "node_id", "lease_s", "backend_pid", "backend_start"))
-# What `ledger_try_and_look` marks roles with.
+# The marks in the rows of `ledger_try_and_look`.
 GRANTED, ENDED, RESERVED, FOR_US = 1, 2, 4, 8
 NEVER_OLD = GRANTED | RESERVED
-# The ledger's version from which on it records gates and wishes.
+# The first version of the ledger that records gates and the roles that a node competes for.
 GATES_VERSION = 5
-# Few enough rows for a few milliseconds: this runs between two heartbeats.
+# Rows per step: few enough to take a few milliseconds, because this runs between two heartbeats.
 PRUNE_STEP = 200
-# The version of the ledger that knows leases.
+# The first version of the ledger that has leases.
 LEASES_SINCE = 5
 
 Row = TypeVar("Row")
@@ -63,9 +63,9 @@ class Beat:
     roles: int
     epochs: int
     requests: tuple["Request", ...]
-    """Requests to this node that are open, in the order in which they were made."""
+    """The open requests to this node, oldest first."""
     settled: frozenset[str] = frozenset()
-    """Of the roles that were named as settled, those that the ledger has recorded."""
+    """The roles that the ledger has recorded as settled, of those that the heartbeat named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Request:
     role: str | None
     to_node_id: str | None = None
     to_is_live: bool = False
-    """Whether the node that is to lead next is live, competes, and is not drained."""
+    """Whether the node that should lead next (`to_node_id`) is live, competes, and is not drained."""
 
 
 class Look(NamedTuple):
-    """Who holds a role, by the ledger; one per role and try. `granted`: this session has just taken its lock."""
+    """Who holds a role according to the ledger; one per role and try. `granted`: this session just took its lock."""
 
     role: str
     granted: bool
@@ -95,18 +95,18 @@ class Look(NamedTuple):
     backend_pid: int | None
     backend_start: str | None
     reserved: bool = False
-    """It has just been given up in favour of another node, which goes first."""
+    """The role has just been given up in favour of another node: leave it to that node for `HOLD_S`."""
     for_us: bool = False
-    """It was given up in favour of this node. Only a close look tells."""
+    """The role was given up in favour of this node. Set by a close look only."""
     gone: bool = False
-    """The backend of the recorded holder has ended, or its lease. Only a close look and a lease's look tell."""
+    """The backend of the recorded holder has ended, or its lease. Set by a close look and by a lease's look only."""
     hold: str = "session"
-    """How the holder holds it. Only a lease's look tells."""
+    """How the holder holds it: by a session or a lease. Set by a lease's look only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bump:
-    """What became of one won role; with outcome `won`, the new epoch and the predecessor."""
+    """The result of a bump for one role; with outcome `won`, the new epoch and the predecessor."""
 
     role: str
     outcome: str
@@ -121,7 +121,7 @@ class Bump:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A session that shares roles with others. `moving`: some role is on its way to a certain node."""
+    """A session of a node that balances. `moving`: a request to move a role to some node is open."""
 
     session_id: int
     node_id: str
@@ -131,10 +131,10 @@ class Member:
 
 
 class Session(Protocol):
-    """What carries the statements: a dedicated session, or what stands in for one."""
+    """What sends the statements: a dedicated session, or a lease in its place."""
 
     doubts: list[str]
-    """Warnings of the last statement that leave open whether its effect will last."""
+    """Warnings of the last statement after which it is unknown whether its commit is durable."""
 
     @overload
     async def rows(self, name: str, /, **params: object) -> list[dict[str, Any]]: ...
@@ -165,13 +165,13 @@ class Ledger:
         self._tried: Mapping[str, KeyPair] = {}
         self._tried_columns: dict[str, object] = {}
         self._seen: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        """The last answer, each row by its holder and its marks."""
+        """The rows of the last answer, by holder and marks."""
         self.version = 0
-        """Of the ledger: it may be upgraded while this session lasts, and each heartbeat looks."""
+        """The ledger's version. Each heartbeat reads it, because the ledger may be upgraded during this session."""
         self.unanswered: str | None = None
-        """Why the last look got no answer. A session that gets none has ended; a lease goes on."""
+        """Why the last look got no answer. A session without an answer has ended; a lease goes on."""
         self.silent_at = float("inf")
-        """When the first of the leases that were seen will have been silent for its T: time for a look."""
+        """When the next of the known leases will have been silent for its T: a look is due then."""
 
     @property
     def records_gates(self) -> bool:
@@ -207,8 +207,8 @@ class Ledger:
     async def beat(self, settled: Sequence[str], draining: bool | None = None, held: KeyPair | None = None) -> Beat:
         """One heartbeat; `settled` names the roles whose predecessor this node has just waited out.
 
-        `draining`, if given, is what this node has decided since the last beat. `held` is a lock of this session: the
-        answer counts only if the backend that took it still has it.
+        `draining`, if given, tells the ledger that this node was drained or resumed since the last beat. `held` is a
+        lock of this session: the heartbeat fails unless the backend that took it still has it.
         """
         key1, key2 = held or (None, None)
         params = {"session_id": self.session_id, "settled": list(settled), "draining": draining}
@@ -224,10 +224,10 @@ class Ledger:
     async def try_and_look(
         self, roles: Mapping[str, KeyPair], wanted: Collection[str], *, look_closely: bool = False
     ) -> list[Look]:
-        """Try the locks of the wanted roles, and look at the holders of all; closely, also whether their backends live.
+        """Try the locks of the wanted roles, and look at the holders of all; a close look also checks their backends.
 
-        Called with the same mapping object again, it returns only what is new, granted or reserved: of a thousand
-        roles, most have not changed since the last call.
+        When called again with the same mapping object, it returns only looks that are new, granted or reserved: of a
+        thousand roles, most have not changed since the last call.
         """
         if roles is not self._tried:
             self._tried, self._tried_columns, self._seen = roles, columns(roles), {}
@@ -246,14 +246,14 @@ class Ledger:
         return [look for row in new for look in looks(row, names)]
 
     async def bump(self, roles: Mapping[str, KeyPair], *, wait_ms: int = 0) -> list[Bump]:
-        """Begin terms for roles whose locks an earlier statement has taken."""
+        """Begin terms for roles whose locks an earlier statement took."""
         rows = await self._write(
             "ledger_bump", session_id=self.session_id, **columns(roles), wait_ms=wait_ms, channel=self._channel
         )
         return bumped(rows)
 
     async def end_terms(self, terms: Mapping[str, tuple[int, bool]], reason: str = "released") -> set[str]:
-        """End terms (role → epoch, clean); answers which of them were this session's."""
+        """End terms (role → epoch, clean); returns the roles whose term was this session's."""
         rows = await self._write(
             "ledger_end_term",
             session_id=self.session_id,
@@ -265,23 +265,24 @@ class Ledger:
         return {row["role"] for row in rows}
 
     async def unlock(self, roles: Mapping[str, KeyPair]) -> set[str]:
-        """Release locks and wake the other nodes; answers which of them had been held."""
+        """Release locks and wake the other nodes; returns the roles whose lock this session held."""
         rows = await self.session.rows("ledger_unlock", **columns(roles))
         await self.hint("released")
         return {row["role"] for row in rows if row["unlocked"]}
 
     async def hint(self, hint: str) -> None:
-        """Wake the other nodes. A lost hint costs them a tick, a refused one costs this session nothing."""
+        """Wake the other nodes. If the hint is lost, they notice at their next tick; if it is refused, the session goes
+        on."""
         await self.session.rows_or_none("ledger_hint", channel=self._channel, hint=hint)
 
     async def owned(self) -> dict[str, int]:
-        """Role → epoch of what this session leads by the ledger."""
+        """Role → epoch of the terms that this session leads according to the ledger."""
         return {
             row["role"]: row["epoch"] for row in await self.session.rows("ledger_owned", session_id=self.session_id)
         }
 
     async def evict(self, look: Look) -> bool:
-        """End the backend of a recorded session that has fallen silent; True if it was there and has ended."""
+        """End the backend of a recorded session that is silent; True if it existed and has ended."""
         rows = await self.session.rows(
             "ledger_evict",
             evicted_session_id=look.session_id,
@@ -295,7 +296,7 @@ class Ledger:
         return ended
 
     async def end_silent_lease(self, look: Look) -> bool:
-        """End a lease that has fallen silent, at the beat that was seen; True if it was there and has ended."""
+        """End a silent lease unless it has sent a beat since `look`; True if it existed and has ended."""
         if self.version < LEASES_SINCE:
             return False
         rows = await self._write(
@@ -321,11 +322,11 @@ class Ledger:
         return limit_s
 
     async def reserve(self, request_ids: Sequence[int]) -> None:
-        """The roles of these requests are about to be free: the nodes that they name go first."""
+        """Reserve the roles of these requests, which are about to be free, for the nodes that the requests name."""
         await self._write("ledger_reserve", session_id=self.session_id, request_ids=list(request_ids))
 
     async def note_drain(self, kind: str, details: Mapping[str, str | None]) -> None:
-        """For people: a drain of these roles began or ended."""
+        """Record, for people, that a drain of these roles began or ended."""
         await self.session.rows(
             "ledger_note_drain",
             session_id=self.session_id,
@@ -340,7 +341,7 @@ class Ledger:
         return [Member(**row) for row in rows]
 
     async def namesakes(self, own: Sequence[str]) -> list[str]:
-        """Other processes that live under this node's name, as `host/pid`; `own` are the instances of this process."""
+        """Other live processes with this node's name, as `host/pid`; `own` are the instances of this process."""
         rows = await self.session.rows_or_none("ledger_namesakes", session_id=self.session_id, own=list(own))
         return [f"{row['host']}/{row['os_pid']}" for row in rows]
 
@@ -357,10 +358,10 @@ class Ledger:
         return row["request_id"] is not None
 
     async def report_gates(self, reports: Sequence[Mapping[str, object]]) -> dict[str, float | None]:
-        """For people: how the gates of these terms stand. Answers which were recorded; a refusal costs nothing.
+        """Record, for people, the state of the gates of these terms. Returns the roles recorded; none if refused.
 
-        With a gate that has just opened for the first time comes how long nobody could act before; None for the first
-        term of a role.
+        The value of a role whose gate has just opened for the first time is how long no node could act before; None for
+        the first term of a role.
         """
         rows = await self.session.rows_or_none(
             "ledger_report_gates", session_id=self.session_id, reports=json.dumps(reports)
@@ -368,22 +369,22 @@ class Ledger:
         return {row["role"]: row["failover_s"] for row in rows}
 
     async def declare_roles(self, roles: Sequence[str]) -> bool:
-        """For people: which roles this session competes for. False if that was refused, which costs nothing."""
+        """Record, for people, which roles this session competes for. False if refused; the session goes on."""
         rows = await self.session.rows_or_none(
             "ledger_declare_roles", session_id=self.session_id, roles="{" + ",".join(map(_quoted, roles)) + "}"
         )
         return bool(rows)
 
     async def prune(self, keep_s: float) -> bool:
-        """Delete a little of what is too old; True if there may be more."""
-        # Pruning must not cost a term: what the server refuses here (a timeout, a missing grant) is ignored.
+        """Delete some of the history that is too old; True if there may be more."""
+        # Pruning must not end a session: an error of the server (a timeout, a missing grant) is ignored.
         rows = await self.session.rows_or_none(
             "ledger_prune", namespace=self._identity.namespace, keep_s=keep_s, step=PRUNE_STEP
         )
         return bool(rows and rows[0]["pruned"] >= PRUNE_STEP)
 
     async def close(self) -> None:
-        """Close the session's record now, and not at another node's later look."""
+        """Close the session's record now, so that other nodes need not find out that it has ended."""
         await self.session.rows("ledger_close", session_id=self.session_id)
 
     async def _write(self, name: str, **params: object) -> list[dict[str, Any]]:
@@ -416,7 +417,7 @@ def bumped(rows: Sequence[Mapping[str, Any]]) -> list[Bump]:
 
 
 def looks(row: tuple[Any, ...], names: Sequence[str]) -> Iterator[Look]:
-    """One row stands for all roles of one holder that share their marks, each as `place:epoch`."""
+    """The looks of one row, which covers all roles of one holder with the same marks, each as `place:epoch`."""
     session_id, marks, roles, holder = row
     for role in roles.split(" "):
         place, _, epoch = role.partition(":")
@@ -428,13 +429,13 @@ def looks(row: tuple[Any, ...], names: Sequence[str]) -> Iterator[Look]:
             ended=bool(marks & ENDED),
             reserved=bool(marks & RESERVED),
             for_us=bool(marks & FOR_US),
-            # Without a holder, its record ended long ago and was pruned.
+            # There is no holder when its record has been pruned.
             **(holder or NO_HOLDER),
         )
 
 
 def columns(roles: Mapping[str, KeyPair]) -> dict[str, object]:
-    """As array literals: for a thousand roles twice per second, psycopg's own adaptation of lists is too slow."""
+    """The columns as array literals: psycopg's adaptation of lists is too slow for 1000 roles twice per second."""
     return {
         "roles": "{" + ",".join(map(_quoted, roles)) + "}",
         "key1": "{" + ",".join([str(key1) for key1, _ in roles.values()]) + "}",
@@ -443,5 +444,5 @@ def columns(roles: Mapping[str, KeyPair]) -> dict[str, object]:
 
 
 def _quoted(name: str) -> str:
-    """An element of an array literal, whatever characters it has."""
+    """The name as an element of an array literal, with its special characters escaped."""
     return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'

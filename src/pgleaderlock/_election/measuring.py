@@ -1,7 +1,7 @@
-"""What an election has done on this node and how it stands, counted for whoever exports it.
+"""The numbers behind the metrics of an election on this node.
 
-`metrics` shows it to Prometheus, `contrib.otel` to OpenTelemetry: both read the same table (`metric_table`) and the
-same numbers. Events are counted when the election tells of them; gauges are read when they are asked for.
+`metrics` exports them to Prometheus, `contrib.otel` to OpenTelemetry: both read the same table (`metric_table`) and the
+same numbers. Events are counted as the election reports them; gauges are read at the scrape.
 
 Must never slow an election down: counting is an addition.
 """
@@ -27,7 +27,7 @@ Samples = list[tuple[tuple[str, ...], float]]
 
 
 class Histogram:
-    """Counts by size. One thread observes; a reader may be one observation behind."""
+    """A histogram. One thread observes; a reader may be one observation behind."""
 
     def __init__(self, bounds_s: tuple[float, ...]) -> None:
         self._bounds_s = bounds_s
@@ -43,7 +43,7 @@ class Histogram:
         self.sum_s += other.sum_s
 
     def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus wants them: each bucket counts the smaller ones as well."""
+        """Cumulative buckets, as in Prometheus: each one counts the smaller ones as well."""
         total = 0
         shown = []
         for bound, count in zip((*map(str, self._bounds_s), "+Inf"), list(self.counts), strict=True):
@@ -54,7 +54,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Counts:
-    """What has happened to one role on this node."""
+    """The counters of one role on this node."""
 
     elections: int = 0
     failovers: int = 0
@@ -73,7 +73,7 @@ class _Counts:
 
     def attempted(self, result: AttemptResult) -> None:
         self.attempts[result] += 1
-        # A database that could not be reached has held no election.
+        # A try that did not reach the database is not an election.
         self.elections += result != "error"
 
     def won(self, epoch: int, latency_s: float, from_other: bool) -> None:
@@ -153,7 +153,7 @@ class Reading:
 
 
 class Measured(ElectionObserver):
-    """Counts what one election tells. A subclass registers it, and shows it."""
+    """Counts the events of one election. A subclass registers and exports the numbers."""
 
     def __init__(self, election: LeaderElection) -> None:
         self._election = election
@@ -191,10 +191,10 @@ class Measured(ElectionObserver):
     def beaten(self, took_s: float) -> None:
         self._beats.observe(took_s)
 
-    # --- When it is asked for
+    # --- At a scrape
 
     def measured(self) -> frozenset[str]:
-        """The roles that are shown."""
+        """The roles that are exported."""
         return frozenset(self._roles)
 
     def readings(self) -> Iterator[Reading]:
@@ -232,7 +232,7 @@ class Measured(ElectionObserver):
 
 
 class Members:
-    """The elections that are shown in one place, where a role can stand once."""
+    """The elections that are exported in one place, where each role can appear once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
-"""Every metric of an election, as data: what it is called, what it counts, which labels it carries.
+"""Every metric of an election, as data: its name, what it counts, its labels.
 
-One table for those who count (`metrics`), those who ask (`alerts`, the dashboard) and the page that explains: a name
-that is not here does not exist.
+The exporters (`metrics`), the queries (`alerts`, the dashboard) and the documentation use this one table: a metric that
+is not in it does not exist.
 """
 
 import re
@@ -30,7 +30,7 @@ class Metric:
     """One family of time series."""
 
     name: str
-    """As Prometheus shows it, prefix and suffix included."""
+    """The full name in Prometheus, with prefix and suffix."""
     kind: Literal["gauge", "counter", "histogram"]
     labels: tuple[str, ...]
     help: str
@@ -73,8 +73,8 @@ METRICS = (
         "Always 1: which node answers here, for which namespace, in which version, and how it holds roles",
     ),
 )
-# Names of the same durations in milliseconds, as other designs have them. Nodes do not export them, because Prometheus
-# wants base units; recording rules can (`alerts export --ms-names`).
+# Names of the same durations in milliseconds, as other designs have them. Nodes do not export these, because Prometheus
+# recommends base units; recording rules can add them (`alerts export --ms-names`).
 # The last one is the lock server's.
 _TIMED = (f"{PREFIX}heartbeat_age", f"{PREFIX}acquire_latency", f"{PREFIX}heartbeat_update", "lock_op_latency")
 MS_NAMES = {f"{name}_ms": f"{name}_seconds" for name in _TIMED}
@@ -101,7 +101,7 @@ BUCKETS_S = {
 
 
 def metric_names() -> frozenset[str]:
-    """Every name that a query may use: a histogram has three."""
+    """Every name that a query may use. A histogram has three names."""
     names = set()
     for metric in METRICS:
         names |= {metric.name + suffix for suffix in _SUFFIXES} if metric.kind == "histogram" else {metric.name}
@@ -109,11 +109,11 @@ def metric_names() -> frozenset[str]:
 
 
 def words_outside_strings(query: str) -> list[re.Match[str]]:
-    """The words of a PromQL expression that may be names; what stands in quotes is none."""
+    """The words of a PromQL expression that may be names: those outside of quotes."""
     return [found for found in _WORDS.finditer(query) if found[2] is not None]
 
 
 def unknown_names(query: str) -> list[str]:
-    """The names with our prefix in a PromQL expression that are no metrics of ours."""
+    """The names in a PromQL expression that have our prefix and are not in the table."""
     ours = {found[2] for found in words_outside_strings(query) if found[2].startswith(PREFIX)}
     return sorted(ours - metric_names())

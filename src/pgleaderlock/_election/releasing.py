@@ -1,8 +1,8 @@
-"""Giving roles up on purpose: no new work, then the end of the work in flight, then the end of the term, then the lock.
+"""Releasing roles: refuse new work, wait for the work in flight, end the term, then release the lock.
 
-`Releases` carries it out, `Requests` obeys what operators ask from elsewhere: to step down from a role, to drain the
-node, to resume it. Nothing is released before its work has stopped, unless the caller's time is over: then the release
-is not clean, and the successor waits.
+`Releases` does that. `Requests` carries out the requests that operators make through the ledger: to step down from a
+role, to drain the node, to resume it. A role is not released before its work has stopped, unless the caller's timeout
+has passed: then the release is not clean, and the successor waits.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ CANCELLED_END_S = 1.0
 
 @dataclass(slots=True)
 class _Wait:
-    """A caller that waits until these roles were given up: those that are left, and how it went so far."""
+    """A caller that waits until its roles are given up: the roles left, and whether all were released cleanly so
+    far."""
 
     left: set[Role]
     told: Ended
@@ -37,7 +38,7 @@ class _Wait:
             self.clean &= clean
 
     def settle(self, *, over: bool) -> bool:
-        """Answer the caller if nothing is left, or if the election is over; True if there is nothing more to do."""
+        """Resolve the caller's future if no role is left, or if the election is over; True once it is resolved."""
         if self.told.cancelled():
             return True
         self.left = {role for role in self.left if not role.free}
@@ -49,7 +50,7 @@ class _Wait:
 
 
 class Releases:
-    """The releases that are going on, and who waits for their end. Used by the engine's task, on its loop."""
+    """The releases under way, and the callers that wait for them. Used by the engine's task, on its loop."""
 
     def __init__(self, board: Board) -> None:
         self._board, self._owner = board, board.owner
@@ -59,7 +60,7 @@ class Releases:
     # --- In a tick
 
     async def begin(self) -> None:
-        """Shut the gates of what is to be given up, and wait for its work beside the ticks."""
+        """Shut the gates of the roles to be given up, and start to wait for their work beside the ticks."""
         board, began, unbegun = self._board, [], []
         asked = [role for role in board.roles.values() if role.given_up or role.release_asked or board.stopping]
         for role in asked:
@@ -88,7 +89,8 @@ class Releases:
             going_on.cancel()
 
     async def finish(self) -> float | None:
-        """End the terms whose work has stopped, then give their locks back; answers when others had their chance."""
+        """End the terms whose work has stopped, then release their locks. Returns until when other nodes go first; None
+        if nothing was released."""
         board = self._board
         ready = {name: drained for name, drained in self._going_on.items() if drained.done()}
         if not ready:
@@ -98,7 +100,7 @@ class Releases:
         terms = {}
         for role in roles:
             drained = self._going_on.pop(role.name)
-            # Clean only if the releaser had waited its own predecessor out, and nothing of it is still at work.
+            # Clean only if this node had waited its own predecessor out, and none of its work is still running.
             quiet = not drained.cancelled() and drained.exception() is None and not role.gate.in_flight
             terms[role.name] = (role.epoch, quiet and role.settled_at <= now)
         for role in roles:
@@ -110,8 +112,8 @@ class Releases:
             await ledger.reserve(for_others)
         ended = await ledger.end_terms(terms)
         clean = {name: name in ended and clean for name, (_, clean) in terms.items()}
-        # Requests in favour of another node are settled by the next leader. The others are settled here, before the
-        # lock is free: the next leader would settle them in its own way.
+        # A request in favour of another node is settled by the next leader. The others are settled here, before the
+        # lock is free, because the next leader would record another outcome for them.
         await ledger.settle_requests(
             [
                 (request.request_id, "done", _how(clean[role.name]))
@@ -130,14 +132,15 @@ class Releases:
         return others_first_until
 
     async def _note(self, kind: str, details: Mapping[str, str | None]) -> None:
-        """For people. Only of roles that this node does not compete for: other releases show as the end of the term."""
+        """Record an event for people, for given-up roles only: other releases show as the end of the term."""
         if details:
             await self._board.open_ledger().note_drain(kind, details)
 
     # --- Out of the ordinary
 
     def stop_waiting(self, names: Collection[str]) -> None:
-        """The caller's time is over: release without the end of the work, even if the release has yet to begin."""
+        """The caller's timeout has passed: release without waiting for the work, even if the release has yet to
+        begin."""
         for name in names:
             if name in self._going_on:
                 self._going_on[name].cancel()
@@ -145,23 +148,23 @@ class Releases:
                 self._board.roles[name].force_release()
 
     def lost(self, role: Role) -> None:
-        """The role was lost before it could be given up."""
+        """The role was lost before it could be released."""
         self._over(role, clean=False)
         if (drained := self._going_on.pop(role.name, None)) is not None:
             drained.cancel()
 
-    # --- Those who wait
+    # --- Callers that wait
 
     def tell_when_free(self, roles: Collection[Role]) -> Ended:
-        """Resolves when each of them was given up: with True, if each was released cleanly or not led at all."""
+        """A future that resolves once all of the roles are given up: True if each was released cleanly or not led."""
         wait = _Wait(set(roles), Future())
         self._waits.append(wait)
         if self._board.ledger is None:
-            self.tell()  # nothing can be on its way to us
+            self.tell()  # without a session, no role can be won
         return wait.told
 
     def resumed(self, roles: Collection[Role]) -> None:
-        """What is not led yet will not be given up any more: no caller has to wait for that."""
+        """No caller has to wait for a resumed role that is not led: it will not be given up any more."""
         for role in roles:
             if not role.in_term:
                 self._over(role, clean=True)
@@ -171,7 +174,7 @@ class Releases:
             wait.over(role, clean=clean)
 
     def tell(self, *, over: bool = False) -> None:
-        """Called when no statement is on its way: what is not held now will not be, either."""
+        """Answer the callers that are done. Call it only when no statement is under way that could win a role."""
         self._waits = [wait for wait in self._waits if not wait.settle(over=over)]
 
     def end(self) -> None:
@@ -191,9 +194,9 @@ def _how(clean: bool) -> str:
 
 
 class Requests:
-    """What was asked of this node from elsewhere. Used by the engine's task, on its loop.
+    """Carries out the requests to this node in the ledger. Used by the engine's task, on its loop.
 
-    Requests are rows, so they are obeyed however late they are read, and once: each has an outcome in the end.
+    A request is a row, so it is carried out once, however late it is read, and its outcome is recorded.
     """
 
     def __init__(self, board: Board, releases: Releases) -> None:
@@ -202,19 +205,19 @@ class Requests:
         self.draining = False
         """The node as a whole is drained: by its application, or by a request. Outlives the session."""
         self.to_tell: bool | None = None
-        """What was decided about that and the ledger has not heard yet."""
+        """The new value of `draining` that the ledger has not recorded yet."""
         self._asked: dict[int, Ended | None] = {}
-        """What was asked of the node and is open in the ledger; with a drain, when it has ended. Each is obeyed once,
-        however often it is read."""
+        """The requests to the node that are open in the ledger; a drain has the future of its end. Each is carried out
+        once, however often it is read."""
         self._unanswered: set[int] = set()
         self._cancel_at = self._release_at = NEVER
-        """When the work that a drain waits for is cancelled, and when it is not waited for any longer."""
+        """When a drain cancels the work that it waits for, and when it stops waiting for that work."""
 
     @property
     def due_at(self) -> float:
         return min(self._cancel_at, self._release_at)
 
-    # --- By its application
+    # --- Requests of the application
 
     def drain_node(self) -> None:
         """Drain every role, and those that are added later."""
@@ -223,7 +226,7 @@ class Requests:
             role.drain(with_node=True)
 
     def resume_node(self, roles: Collection[Role]) -> None:
-        """Compete for these again, which ends the drain of the node as a whole. The others stay drained, by name."""
+        """Compete for these roles again, which ends the drain of the node. The others stay drained one by one."""
         self.draining = self.to_tell = False
         self._cancel_at = self._release_at = NEVER
         for role in self._board.roles.values():
@@ -231,14 +234,14 @@ class Requests:
         self._releases.resumed([role for role in self._board.roles.values() if not role.drained])
 
     def told(self, draining: bool | None) -> None:
-        """The ledger has heard this."""
+        """The ledger has recorded this value."""
         if self.to_tell == draining:
             self.to_tell = None
 
-    # --- From elsewhere
+    # --- Requests in the ledger
 
     async def obey(self, beat: Beat) -> None:
-        """Begin what the last heartbeat has told us of."""
+        """Begin to carry out the requests that the last heartbeat has returned."""
         settled, still_open = [], {request.request_id for request in beat.requests}
         self._asked = {request_id: ended for request_id, ended in self._asked.items() if request_id in still_open}
         for request in beat.requests:
@@ -248,20 +251,22 @@ class Requests:
                 if request.kind == "drain":
                     await self._limit_work(request)
                 self._asked[request.request_id] = self._drain_or_resume(request)
-        # Again, until the ledger has closed it: other sessions of this node may still be at it.
+        # Answer again until the ledger has closed the request: other sessions of this node may still be working on it.
         self._unanswered = set(self._asked)
         await self._board.open_ledger().settle_requests(settled)
         if self.to_tell is not None:
-            self._board.due.beat_soon()  # so that others see what this node has just begun
+            self._board.due.beat_soon()  # the heartbeat tells other nodes
 
     async def _limit_work(self, request: Request) -> None:
-        """Of several drains the shortest limit counts: a second one may end what the first one waits for."""
+        """Note the time limit of a drain. The shortest one counts: a second drain can end the work that a first one
+        waits for."""
         limit_s = await self._board.open_ledger().work_timeout_s(request.request_id)
         if limit_s is not None:
             self._cancel_at = min(self._cancel_at, self._board.clock.now() + limit_s)
 
     def end_work(self) -> None:
-        """The time that an operator gave the work is over: cancel it, and a moment later wait for it no longer."""
+        """If the operator's time limit has passed, cancel the work; if it then does not end either, stop waiting for
+        it."""
         now = self._board.clock.now()
         waiting = [role for role in self._board.led() if role.given_up or role.driver.state is LockState.RELEASING]
         if self._cancel_at <= now:
@@ -273,7 +278,7 @@ class Requests:
             self._releases.stop_waiting([role.name for role in waiting])
 
     def _drain_or_resume(self, request: Request) -> Ended | None:
-        """What its application has drained by name stays drained."""
+        """Drain or resume the node. A role that the application has drained by name stays drained."""
         roles = list(self._board.roles.values())
         if request.kind == "drain":
             self.drain_node()
@@ -282,7 +287,7 @@ class Requests:
         return None
 
     def _step_down(self, request: Request) -> list[Settled]:
-        """Begin it; or answer what became of it already."""
+        """Begin to step down; returns the outcome if it is known already."""
         role, to = self._board.roles.get(request.role or ""), request.to_node_id
         if role is None or role.driver.state is not LockState.LEADER:
             return []
@@ -296,7 +301,8 @@ class Requests:
         return []
 
     async def finish(self) -> None:
-        """Answer what was asked of the node and is done, once its record says so, too."""
+        """Record the outcome of the node's requests that are done, once the ledger shows whether the node is
+        drained."""
         if self.to_tell is not None:
             return
         answers: list[Settled] = []

@@ -1,7 +1,7 @@
-"""What one node knows: of each role (`Role`), and of all of them together with its session (`Board`).
+"""The state of one node: of each role (`Role`), and of its session and all roles together (`Board`).
 
-The rule by which a successor may act lives here (`opens_at`), and nowhere else; it is the one of the model in
-`tests/support/gate_model.py`. Each class writes its own fields: the parts of the engine call its methods. No I/O.
+The rule that says when a successor may act is `opens_at`, and is nowhere else. It is the rule of the model in
+`tests/support/gate_model.py`. Each class writes its own fields; the parts of the engine call its methods. No I/O.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class LeaderInfo:
     holder_identity: str | None
     node_id: str | None
     unchanged_s: float
-    """How long this node has not seen a new heartbeat of the holder, on its own clock."""
+    """How long this node has seen no new heartbeat of the holder, by its own clock."""
     stale: bool
 
 
@@ -86,22 +86,22 @@ class Role:
         self.began_at = 0.0
         """When the last term began, on this node's clock."""
         self.heard_epoch: int | None = None
-        """The epoch of the last term of its own that this process has heard of."""
+        """The epoch of this process's last term of which it got the answer."""
         self.settled_at = 0.0
-        """When the predecessors of the last term could no longer act, on this node's clock."""
+        """From when on no predecessor of the last term can act, on this node's clock."""
         self.settled_told = False
         """The ledger has recorded that the term is settled."""
         self.release_asked = False
         self.release_forced = False
-        """The release does not wait for the work, though it may not have begun yet."""
+        """The release does not wait for the work. May be set before the release begins."""
         self.requests: list[Request] = []
         """The requests to step down that the release of this term will answer."""
         self.released_clean = True
         """Whether the last term ended by a clean release."""
         self.drained_here = False
-        """This role alone was drained, by its application."""
+        """The application has drained this role by name."""
         self.node_drained = False
-        """The node as a whole was drained: by its application, or by a request."""
+        """The node is drained: by its application, or by a request."""
 
     # --- Derived
 
@@ -112,31 +112,31 @@ class Role:
 
     @property
     def in_term(self) -> bool:
-        """Leading by the ledger: the term has begun and has not ended."""
+        """According to the ledger, this node leads: the term has begun and has not ended."""
         return self.driver.state in IN_TERM
 
     @property
     def drained(self) -> bool:
-        """Given up, and not competed for until it is resumed."""
+        """This node gives the role up and does not compete for it until it is resumed."""
         return self.drained_here or self.node_drained
 
     @property
     def given_up(self) -> bool:
-        """Not to be led here for now: drained, or its work has failed or was left."""
+        """This node should not lead the role now: it is drained, or its work has failed or was left."""
         return self.drained or self.works.given_up
 
     @property
     def competes(self) -> bool:
-        """Would this node lead it, if the node as a whole is not drained?"""
+        """Does this node compete for the role while the node is not drained?"""
         return not self.drained_here and not self.works.given_up
 
     def wanted(self, now: float) -> bool:
-        """Is it competed for?"""
+        """Does this node compete for the role now?"""
         return not self.given_up and self.not_before <= now
 
     @property
     def free(self) -> bool:
-        """Nothing of it is held at the server, by lock or by term."""
+        """This node has neither the lock nor a term of the role at the server."""
         return not self.in_term and not self.holds_lock
 
     def unchanged_s(self, now: float) -> float:
@@ -162,11 +162,11 @@ class Role:
         self.holds_lock = True
 
     def unlocked(self) -> None:
-        """The lock was given back, or its session is gone."""
+        """The lock was released, or its session is gone."""
         self.holds_lock = False
 
     def rest_until(self, at: float) -> None:
-        """Do not compete before that."""
+        """Do not compete before this time."""
         self.not_before = at
 
     # --- The term
@@ -178,15 +178,15 @@ class Role:
         self.settled_at = settled_at
         self.settled_told = False
         given_up = self.given_up
-        self.release_asked = given_up  # though it may be resumed before the next tick: a caller waits for it
+        self.release_asked = given_up  # a caller waits for it, even if the role is resumed before the next tick
         self.release_forced = False
-        self.look = None  # the node that held it before no longer does
+        self.look = None  # it showed the previous holder
         self.gate.open(token, opens_at, deadline, draining=given_up)
         self.driver.feed(Input.ACQUIRE_ATTEMPT)
         self.driver.feed(Input.ACQUIRE_SUCCEEDED)
 
     def told_settled(self, recorded: bool) -> None:
-        """The ledger was told that the term is settled, and has recorded it or not."""
+        """The heartbeat named the term as settled; `recorded` is whether the ledger has recorded that."""
         self.settled_told = recorded
 
     def releasing(self, *, stopping: bool) -> None:
@@ -196,7 +196,7 @@ class Role:
         self.driver.feed(Input.STOP_REQUESTED if stopping else Input.RELEASE_REQUESTED)
 
     def released(self, *, clean: bool, rest_until: float = 0.0) -> None:
-        """Term and lock were given back; others go first until `rest_until`."""
+        """Term and lock were released; other nodes go first until `rest_until`."""
         self.released_clean = clean
         self.requests = []
         self.holds_lock = False
@@ -204,9 +204,9 @@ class Role:
         self.driver.feed(Input.RELEASE_SUCCEEDED)
 
     def lost(self, error: Exception, *, stopping: bool, rest_until: float = 0.0) -> None:
-        """The term is over without a release; others go first until `rest_until`.
+        """The term is over without a release; other nodes go first until `rest_until`.
 
-        Whether the lock is still held is another question (`unlocked`).
+        The lock may still be held: see `unlocked`.
         """
         releasing = self.driver.state is LockState.RELEASING
         self.gate.close("lost")
@@ -218,7 +218,7 @@ class Role:
         self.driver.feed(Input.DB_ERROR if releasing else Input.HEALTH_FAILED, error)
 
     def stopped(self) -> None:
-        """By the table, from any state, to STOPPED. What it held is gone, or about to be."""
+        """Go from any state to STOPPED, by the table. Lock and term are gone, or about to be."""
         self.holds_lock = False
         self.driver.request_stop()
         if self.driver.state not in (LockState.STOPPED, LockState.RELEASING):
@@ -229,27 +229,27 @@ class Role:
     # --- Giving up
 
     def ask_release(self, request: Request | None = None) -> None:
-        """Give the current term up at the next tick; `request`, if there is one, is answered by that."""
+        """Give up the current term at the next tick, in answer to `request` if there is one."""
         self.release_asked = True
         if request is not None:
             self.requests.append(request)
 
     def force_release(self) -> None:
-        """Wait for the work no longer, once the release of this term begins."""
+        """When the release of this term begins, do not wait for the work."""
         self.release_forced = True
 
     def drain(self, *, with_node: bool) -> None:
-        """Give it up, and do not compete until it is resumed: this role alone, or with its node."""
+        """Give the role up, and do not compete until it is resumed: by name, or with the node as a whole."""
         self.drained_here |= not with_node
         self.node_drained |= with_node
         self.release_asked = True  # even if it is resumed before the release has begun
 
     def resume(self) -> None:
-        """Compete for it again, however it was drained."""
+        """Compete for the role again, whether it was drained by name or with the node."""
         self.drained_here = self.node_drained = False
 
     def node_resumed(self, *, stays: bool) -> None:
-        """The node is no longer drained as a whole. A role that `stays` drained is drained by name from now on."""
+        """The drain of the node has ended. A role that `stays` drained is drained by name from now on."""
         self.drained_here |= stays and self.node_drained
         self.node_drained = False
 
@@ -258,7 +258,8 @@ STANDINGS = ("acting", "waiting", "draining", "vetoed", "late", "work_failed", "
 
 
 def standing(state: LockState, shut_because: str | None, *, work_failed: bool) -> str:
-    """How a node stands to a role, by what it knows itself, in the words in which `history` says it of the ledger."""
+    """This node's state for a role, from what it knows itself; `history` uses the same words for states in the
+    ledger."""
     if state not in IN_TERM:
         return "follows"
     if shut_because in ("waiting", "draining", "vetoed"):
@@ -269,7 +270,7 @@ def standing(state: LockState, shut_because: str | None, *, work_failed: bool) -
 
 
 def is_failover(role: Role, bump: Bump, *, own_instance: str, own_node_id: str) -> bool:
-    """Was the term before another node's, and lost? By the last look: good for counting, never for a decision."""
+    """Did another node lose the previous term? Judged by the last look: good enough to count, but not to decide."""
     if bump.prev_clean or bump.prev_instance in (None, own_instance):
         return False
     look = role.look
@@ -285,17 +286,17 @@ def _is_next(epoch: int | None, heard: int | None) -> bool:
 def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str) -> float:
     """When the gate of a new term may open, on this node's clock; `won_at` is the clock after the bump's reply.
 
-    The predecessor may act until its deadline, which it counts from before it sent the last beat that was acknowledged.
-    No node has seen that beat earlier than it was sent. So a successor that waits `wait_t` from its own first sight of
-    it, with `wait_t` longer than any G by more than clocks drift, acts later. One that has never looked, or looked at
-    another history of this database, counts from the win.
+    The predecessor may act until its deadline, which is G after it sent the last acknowledged beat. No node can see
+    that beat before it was sent. So a successor acts later than the predecessor if it waits `wait_t` from its own first
+    sight of the beat; `wait_t` exceeds any G by more than clocks drift. A successor that has never looked, or has
+    looked at another history of this database, counts from the win.
     """
     if bump.prev_clean:
         return won_at
     if bump.prev_instance == own_instance and _is_next(bump.epoch, role.heard_epoch):
-        # This very process led the term before, and its gate has been shut since: only what it was itself waiting for
-        # remains. The epoch decides, not the session: one session can win a second term whose answer is lost, and of
-        # what that term had to wait for this process knows nothing.
+        # This process led the previous term, and its gate has been shut since. So it only has to finish the wait of
+        # that term, if any is left. The epoch decides, not the session: the same session may have won another term in
+        # between whose answer was lost, and this process does not know how long that term had to wait.
         return max(won_at, role.settled_at)
     seen = role.sight
     first_seen = won_at
@@ -312,7 +313,8 @@ def opens_at(role: Role, bump: Bump, won_at: float, *, own_instance: str) -> flo
 
 
 class Owner(Protocol):
-    """The election that an engine works for: all that the engine, its parts and its roles call above themselves."""
+    """The election, as its engine sees it: everything that the engine, its parts and its roles call above
+    themselves."""
 
     def notify(self, event: Event) -> None:
         """Tell the observers."""
@@ -321,20 +323,20 @@ class Owner(Protocol):
         """Call the callbacks that were registered under this name."""
 
     async def quiet(self, role: Role) -> None:
-        """End the work of a role that is being given up; return once nothing of it is in flight."""
+        """End the work of a role that is being given up; return once none of it is in flight."""
 
     def failed(self, error: Exception) -> None:
         """Something went wrong: `last_error` and `on_error`."""
 
     def attempted(self) -> None:
-        """A connect has succeeded or failed: `start` need not wait any longer."""
+        """A first connect has succeeded or failed: `start` may return."""
 
     def announce(self) -> None:
-        """Gates or holders may have changed: tell the log and the subscribers what has."""
+        """Gates or holders may have changed: report the changes to the log and the subscribers."""
 
 
 class Schedule:
-    """When the engine's next connect, beat and try are due, and the event that ends its rest before that."""
+    """When the engine's next connect, beat and try are due, and the event that wakes the engine earlier."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -345,7 +347,7 @@ class Schedule:
         self.beat_sent_at = 0.0
         self.try_sent_at = 0.0
         self.sent = 0
-        """How many beats and tries were sent."""
+        """The number of beats and tries sent."""
 
     def connect_after(self, delay_s: float) -> None:
         self.connect_at = self._clock.now() + delay_s
@@ -356,7 +358,7 @@ class Schedule:
         self.try_at = 0.0
 
     def beating(self) -> float:
-        """A beat is about to be sent; answers when."""
+        """A beat is about to be sent; returns the time."""
         self.sent += 1
         self.beat_sent_at = self._clock.now()
         return self.beat_sent_at
@@ -370,7 +372,7 @@ class Schedule:
         self.try_sent_at, self.try_at = self._clock.now(), NEVER
 
     def try_by(self, at: float) -> None:
-        """Or earlier, if something has woken the engine."""
+        """The next try is due at this time, or earlier if something wakes the engine."""
         self.try_at = min(self.try_at, at)
 
     def try_soon(self) -> None:
@@ -378,7 +380,7 @@ class Schedule:
         self.woken.set()
 
     def beat_soon(self) -> None:
-        """Requests are read with the beat, and what this node has decided is told with it."""
+        """Send the next beat soon: it reads requests, and tells the ledger whether this node is drained."""
         self.beat_at = min(self.beat_at, max(self._clock.now(), self.beat_sent_at + BEAT_GAP_S))
         self.woken.set()
 
@@ -387,8 +389,8 @@ class Schedule:
 class Board:
     """Settings, roles, session and schedule of one engine. Decides nothing.
 
-    The roles are replaced as a whole and never changed in place: a part that iterates over them may await meanwhile, or
-    be on another thread.
+    The mapping of roles is replaced as a whole and never changed in place, because a part that iterates over it may
+    await meanwhile, or run on another thread.
     """
 
     settings: Setup
@@ -400,7 +402,7 @@ class Board:
     roles: dict[str, Role] = field(default_factory=dict)
     ledger: Ledger | None = None
     trying: Collection[Role] = ()
-    """The roles for whose lock or term a statement is on its way: if it fails, these attempts have failed."""
+    """The roles for which a try or a bump is under way. If that statement fails, their attempts have failed."""
     stopping: bool = False
     forced: bool = False
     due: Schedule = field(init=False)
@@ -419,7 +421,7 @@ class Board:
         self.ledger = ledger
 
     def closed(self) -> Ledger | None:
-        """The session is over; answers whose ledger it was, to be closed by the caller."""
+        """The session is over; returns its ledger, which the caller must close."""
         ledger, self.ledger = self.ledger, None
         return ledger
 
@@ -430,7 +432,7 @@ class Board:
         return self.ledger
 
     def tries(self, roles: Collection[Role] = ()) -> None:
-        """A statement for these is about to be sent; without any, the last one was answered."""
+        """A try or a bump for these roles is about to be sent; no roles: the last one was answered."""
         self.trying = roles
 
     def stop(self, *, force: bool) -> None:
@@ -438,7 +440,7 @@ class Board:
         self.forced |= force
 
     def led(self) -> list[Role]:
-        """The roles in a term of this node. Asked at every tick, and there may be a thousand."""
+        """The roles in a term of this node. Called at every tick, with up to thousands of roles."""
         return [role for role in self.roles.values() if role.driver.state in IN_TERM]
 
     def nothing_held(self) -> bool:
@@ -449,14 +451,14 @@ class Board:
 
 
 class _NoDelay:
-    """The election paces all its roles itself, by the tick: a role's own delay is none."""
+    """The retry strategy of a role in an election: no delay, because the tick paces the tries."""
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:
         return 0.0
 
 
 class _RoleEmitter:
-    """Passes on what a role's driver emits, with the role's name in front."""
+    """Passes on the events of a role's driver, with the role's name as first argument."""
 
     def __init__(self, name: str, owner: Owner) -> None:
         self._name = name
@@ -464,7 +466,7 @@ class _RoleEmitter:
 
     def emit(self, event: str, *args: object) -> None:
         if event in ("on_error", "on_stopped"):
-            return  # the election emits both itself: once per error, not once per role
+            return  # the election emits these itself: once per error, not once per role
         match event, args:
             case "on_state_change", (LockState() as old, LockState() as new):
                 self._owner.notify(StateChanged(self._name, old, new))

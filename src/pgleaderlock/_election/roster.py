@@ -1,8 +1,8 @@
-"""The roles of one `LeaderElection`, and who hears of them.
+"""The roles of one `LeaderElection`, and the reports of what becomes of them.
 
-`Roster` holds roles and gates, `TransitionLog` writes one line per transition, `News` tells observers, log and
-subscribers. Roles and gates are replaced as a whole and never changed in place: with `heartbeat_thread` the engine has
-a loop of its own.
+`Roster` holds roles and gates, `TransitionLog` writes one line per transition, `News` informs observers, log and
+subscribers. The mappings of roles and gates are replaced as a whole and never changed in place, because with
+`heartbeat_thread` the engine runs on another thread.
 """
 
 import asyncio
@@ -24,26 +24,26 @@ from pgleaderlock.observer import ElectionObserver, LossReason, Observers, RoleA
 
 __all__ = ["News", "Roster", "TransitionLog"]
 
-# A subscriber that does not read for this many changes misses the oldest.
+# The most changes kept for a subscriber that does not read. Beyond that, it misses the oldest.
 QUEUE_MAX = 10_000
 
 
 class Roster:
-    """The roles of an election, each with its gate, and how they come and go. Decides nothing about leadership."""
+    """The roles of an election, each with its gate; adds and removes them. Decides nothing about leadership."""
 
     def __init__(self, setup: Setup, clock: Clock) -> None:
         self.setup = setup
         self._clock = clock
         self.gates = {name: self._make_gate(name) for name in setup.keys}
         self.told = set(setup.keys)
-        """The roles that observers know of."""
+        """The roles that were announced to observers."""
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Before the first run in this process: none of its roles is led, and no other thread is at work here."""
+        """The state before the first run in this process: no role is led, and no other thread runs."""
         self.roles: dict[str, Role] = {}
-        """As the current or last run knows them; empty before the first."""
-        self.changing = threading.RLock()  # roles come and go at home or on the engine's loop
+        """The roles of the current or last run; empty before the first."""
+        self.changing = threading.RLock()  # roles are added and removed on the application's loop and on the engine's
         self._left_over: tuple[LeaderGate, ...] = ()
         self._gone: dict[str, asyncio.Future[None]] = {}
 
@@ -56,7 +56,7 @@ class Roster:
             self.roles = {name: make(name) for name in self.setup.keys}
 
     def add(self, name: str, key: int | None, make: Callable[[str], Role] | None) -> Role | None:
-        """Know one more role; `make` it, if the election runs."""
+        """Add a role; `make` creates its `Role` if the election runs."""
         with self.changing:
             self.setup = self.setup.with_role(name, key)
             self.gates = {**self.gates, name: self._make_gate(name)}
@@ -75,7 +75,7 @@ class Roster:
             self.told.discard(name)
             self.setup = self.setup.without_role(name)
         if (gone := self._gone.pop(name, None)) is not None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed, and nothing waits there any more
+            with contextlib.suppress(RuntimeError):  # its loop is closed, so no task waits there
                 gone.get_loop().call_soon_threadsafe(settle, gone)
 
     def gone(self, name: str) -> "asyncio.Future[None]":
@@ -100,7 +100,7 @@ class Roster:
         return [role for known in names if (role := self.role(known)) is not None]
 
     def leader(self, name: str) -> LeaderInfo | None:
-        """Who leads the role, as this node last saw it."""
+        """The role's leader, as this node last saw it."""
         token, found = self.gate(name).token, self.roles.get(name)
         if token is not None:
             return LeaderInfo(name, token.epoch, token.holder_identity, self.setup.node_id, 0.0, stale=False)
@@ -114,7 +114,7 @@ class Roster:
         )
 
     def watched_gates(self) -> list[LeaderGate]:
-        """Those of removed roles too, while work of theirs is in flight."""
+        """The gates for the watchdog, including those of removed roles whose work is still in flight."""
         return [*self.gates.values(), *self._left_over]
 
     def _make_gate(self, name: str) -> LeaderGate:
@@ -124,7 +124,7 @@ class Roster:
         return gate
 
 
-# Why a gate opens again in the same term, by what had shut it.
+# The reason logged when a gate opens again in the same term, by the reason for which it was shut.
 _REOPENED = {"late_heartbeat": "heartbeat_resumed", "vetoed": "veto_lifted"}
 _LOUD = ("late_heartbeat", "lost", "superseded")
 
@@ -132,8 +132,8 @@ _LOUD = ("late_heartbeat", "lost", "superseded")
 class TransitionLog(ElectionObserver):
     """One log line per transition: a term begins or ends, a gate opens or closes.
 
-    Each line says which role and scope key, who holds it, in which epoch, and why. Terms are told by the election as to
-    any observer. Gates turn with the time alone, so they are looked at whenever the election announces changes.
+    Each line has the role, its scope key, the holder, the epoch and the reason. The election reports terms, as it does
+    to every observer. Gates open and shut with time alone, so they are checked whenever the election announces changes.
     """
 
     def __init__(self, log: StructuredLogger, keys: Callable[[], Mapping[str, KeyPair]]) -> None:
@@ -154,17 +154,17 @@ class TransitionLog(ElectionObserver):
         self._transition("leadership_released" if reason == "released" else "leadership_lost", role, epoch, reason)
 
     def role_removed(self, role: str) -> None:
-        """After its release; the gate may not have been looked at since."""
+        """Check the gate once more: it may have shut at the release, after the last check."""
         if (was := self._open.pop(role, None)) is not None:
             self._transition("gate_closed", role, was[0], "released")
         self._closed.pop(role, None)
 
     def look_at(self, gate: LeaderGate) -> None:
-        """Write down what has become of the gate since the last look, if anything has."""
+        """Log whether the gate has opened or shut since the last check."""
         role, epoch, shut_because = gate.role, gate.current_epoch, gate.shut_because
         was, now = self._open.get(role), (epoch, gate.lapses)
         if was is not None and (shut_because is not None or was != now):
-            # Shut and open again between two looks: by its deadline, or because the term is another one.
+            # It was shut and has opened again between two checks: by its deadline, or because a new term has begun.
             reason = shut_because or ("late_heartbeat" if was[0] == epoch else "lost")
             del self._open[role]
             self._closed[role] = (was[0], reason)
@@ -190,13 +190,13 @@ class TransitionLog(ElectionObserver):
 
 
 Seen = tuple[str, bool, int | None, str | None]
-"""Role, whether this node may act, epoch and holder: what a `LeaderStateChanged` is made of."""
+"""The fields of a `LeaderStateChanged`: role, whether this node may act, epoch and holder."""
 
 
 class News:
-    """Everyone who hears of an election: its observers, its log, and the subscribers of `changes()`.
+    """Reports an election to its observers, its log, and the subscribers of `changes()`.
 
-    Observers and log are told on the engine's loop. Each subscriber has a queue of its own, at home.
+    Observers and log are called on the engine's loop. Each subscriber has a queue on the application's loop.
     """
 
     def __init__(self, log: StructuredLogger, roster: Roster) -> None:
@@ -212,7 +212,7 @@ class News:
         self.transitions.begin(log, holder_identity)
 
     def begin_anew(self) -> None:
-        """Before the first run in this process: no subscribers, and no change was told."""
+        """The state before the first run in this process: no subscribers, and no change reported."""
         self._known: dict[str, Seen] = {}
         self._looks = dict[str, Look | None]()
         self.queues: set[asyncio.Queue[LeaderStateChanged | None]] = set()
@@ -225,12 +225,12 @@ class News:
                     self.observers.notify_one(observer, RoleAdded(name))
 
     def forget(self, role: str) -> None:
-        """It is removed: one of the same name is another one."""
+        """The role is removed. A later role of the same name starts anew."""
         self._known.pop(role, None)
         self.observers.notify(RoleRemoved(role))
 
     def changed(self) -> list[LeaderStateChanged]:
-        """What differs from what was told last, for `tell`; the log hears of it here."""
+        """The changes since the last call, for `tell`. Writes them to the log."""
         changed = []
         for name, gate in self._suspects():
             self.transitions.look_at(gate)
@@ -241,9 +241,9 @@ class News:
         return changed
 
     def _suspects(self) -> list[tuple[str, LeaderGate]]:
-        """All but the roles that others lead as they did at the last look: of a thousand roles, that is most of them.
+        """The roles that may have changed: all but those whose look is the same as at the last call, usually most.
 
-        A role that this node leads itself, or that was not looked at yet, has no look; its gate may turn with time.
+        A role that this node leads, or has not looked at yet, has no look; its gate may open or shut with time.
         """
         looks = {name: role.look for name, role in self._roster.roles.items()}
         told, self._looks = self._looks, looks
@@ -264,7 +264,7 @@ class News:
         return name, False, look.epoch, look.holder_identity
 
     def tell(self, changes: Iterable[LeaderStateChanged | None]) -> None:
-        """To each subscriber; None ends the subscriptions."""
+        """Queue the changes for each subscriber; None ends the subscriptions."""
         for change in changes:
             for queue in self.queues:
                 if queue.full():

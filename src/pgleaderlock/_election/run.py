@@ -1,7 +1,7 @@
-"""The task of one `LeaderElection`: `Run` has the engine in it, and all that its engine calls above itself.
+"""The task of one `LeaderElection`: `Run` owns the engine and implements what the engine calls above itself (`Owner`).
 
-The application's loop is home: callbacks, works and waits are there. With `heartbeat_thread` the engine has a loop of
-its own.
+"Home" is the application's loop: callbacks, works and waits run there. With `heartbeat_thread` the engine runs on a
+separate loop in a thread.
 """
 
 import asyncio
@@ -47,17 +47,17 @@ from pgleaderlock.observer import (
 __all__ = ["Run", "is_loss"]
 
 T = TypeVar("T")
-# How long the end of what was forced is waited for.
+# How long to wait for a forced end.
 FORCED_END_S = 5.0
 RELEASE_POLL_S = 0.005
 STANDALONE_EPOCH = 0
 
 OpenLedger = Callable[[Setup, Identity, int | None], Awaitable[Ledger]]
-"""The number is that of this run's session before, if there was one."""
+"""The number is the id of this run's previous session, if there was one."""
 
 
 class Run:
-    """The task of an election, started any number of times; and what an application may ask of it meanwhile."""
+    """The task of an election, which can be started any number of times, and the requests that an application makes."""
 
     def __init__(
         self,
@@ -88,9 +88,10 @@ class Run:
         self._listening: AsyncConnection[Any] | None = None
 
     def leave_behind(self) -> None:
-        """The run cannot go on here: it goes on in the parent of this process, or its loop is closed.
+        """Abandon the run, because this is a forked child or the loop is closed, and go back to the initial state.
 
-        What is left of it is kept: its finalizers would clean up what is not ours, or wait on a loop that is closed.
+        The old objects are kept alive: their finalizers would close what belongs to the parent process, or wait on a
+        closed loop.
         """
         _left_behind.append((vars(self).copy(), vars(self._roster).copy(), self._news.queues))
         self._roster.begin_anew()
@@ -104,7 +105,7 @@ class Run:
         return self.task is not None and not self.task.done()
 
     async def start(self) -> bool:
-        """Begin to run; returns after the first attempt to connect. False if it is running already.
+        """Start the task; returns after the first attempt to connect. False if it is running already.
 
         See `LeaderElection.start`.
         """
@@ -112,7 +113,7 @@ class Run:
         if self.running:
             return False
         self.last_error = None
-        self._instance = str(uuid.uuid4())  # a new run knows nothing of what an earlier one was waiting for
+        self._instance = str(uuid.uuid4())  # a new run does not know how long an earlier one had to wait
         self._log = self._log.bind(node=self._roster.setup.node_id)
         self._news.begin(self._log, self._holder_identity())
         self._home = asyncio.get_running_loop()
@@ -122,7 +123,7 @@ class Run:
         self._roster.start(self._make_role)
         self._engine_over = threading.Event()
         running = self._run(self._dispatcher)
-        running.send(None)  # into its `try`: a task that is cancelled before its first turn runs nothing else
+        running.send(None)  # enter its `try`: a task cancelled before its first step would skip the `finally`
         self.task = task = asyncio.create_task(running, name="pgleaderlock election")
         if not self._roster.setup.enabled or self._roster.setup.standalone:
             return True
@@ -130,7 +131,7 @@ class Run:
         try:
             await any_done(attempted, task)
         except asyncio.CancelledError:
-            # `async with` never reaches its end then: nothing may be left running.
+            # An `async with` that is cancelled in `__aenter__` never calls `__aexit__`: leave nothing running.
             await cancel_and_wait(task)
             raise
         finally:
@@ -160,7 +161,7 @@ class Run:
         raise ShutdownError(f"the election did not stop within {timeout_s:g} s: its work was not waited for any longer")
 
     async def _outlive_loop(self) -> None:
-        """If the loop was closed under the task, nothing of the run can go on: free the locks from this loop."""
+        """If the loop was closed while the task was running, the run cannot go on: free the locks from this loop."""
         if not self.running or not self._home.is_closed():
             return
         for gate in self._roster.gates.values():
@@ -206,16 +207,16 @@ class Run:
     def _stop_role(self, role: Role) -> None:
         if role.driver.state is LockState.STOPPED:
             return
-        untold = self._roster.setup.standalone and role.in_term  # an engine has told of its terms itself
+        untold = self._roster.setup.standalone and role.in_term  # an engine reports the end of its terms itself
         role.gate.close("released")
         role.stopped()
         if untold:
             self.notify(Lost(role.name, role.epoch, "released"))
 
     async def _run_engine(self) -> None:
-        """On whichever loop this is called: the application's, or that of a thread of its own."""
+        """Run the engine on the current loop: the application's, or that of the heartbeat thread."""
         setup = self._roster.setup
-        # Made known before it gets the roles: one that is added meanwhile is among them, or handed to it.
+        # Set before the roles are read: a role added meanwhile is either among them, or handed to the engine.
         self.engine = engine = self._make_engine(setup)
         listener = asyncio.ensure_future(self._listen(engine)) if setup.listens else None
         try:
@@ -269,7 +270,8 @@ class Run:
         return setup.identity(self._instance).holder_identity
 
     async def on_engine(self, work: Callable[[Engine | None], T]) -> T:
-        """Run a function on the engine's loop; here, if there is none. Cancelled meanwhile, it runs all the same."""
+        """Run a function on the engine's loop, or here if there is no engine. It runs even if the caller is
+        cancelled."""
         engine, task = self.engine, self.task
         if engine is None or task is None:
             return work(None)
@@ -278,7 +280,7 @@ class Run:
         return asked.result() if asked.done() else work(None)
 
     def inside(self) -> bool:
-        """Is the caller a callback or a work of this election? It must then not wait for the end of itself."""
+        """Is the caller a callback or a work of this election? Then it must not wait for its own end."""
         if self._dispatcher is not None and self._dispatcher.inside():
             return True
         return any(role.works.inside() for role in self._roster.roles.values())
@@ -307,12 +309,12 @@ class Run:
 
     def announce(self) -> None:
         if self._home.is_closed():
-            self._force_stop()  # of an engine on its own thread: nobody is left who could work
+            self._force_stop()  # an engine on its own thread must not lead on: no application is left to work
         if changed := self._news.changed():
             self._at_home(self._news.tell, changed)
 
     def _at_home(self, call: Callable[..., None], *args: object) -> None:
-        """On the application's loop: at once if this is it. If that is closed, nobody is left who could hear of it."""
+        """Call it on the application's loop, at once if this is that loop. Does nothing if that loop is closed."""
         if asyncio.get_running_loop() is self._home:
             call(*args)
         else:
@@ -320,7 +322,7 @@ class Run:
                 self._home.call_soon_threadsafe(call, *args)
 
     async def _work_ended(self, role: Role) -> None:
-        """Nothing of this role is at work any more, and the callbacks have heard that it ends."""
+        """Cancel the work of this role; return once it has ended and the callbacks have run."""
         role.works.interrupt()
         await role.works.ended()
         await role.gate.wait_idle()
@@ -376,7 +378,7 @@ class Run:
                 await asyncio.shield(giving_up)
             return
         token = role.gate.token
-        # By the token too: with a heartbeat thread, the gate is open a moment before the state says so.
+        # Check the token too: with a heartbeat thread, the gate opens a moment before the state changes.
         if self.engine is None or (token is None and not role.in_term):
             return
         epoch = role.epoch if token is None else token.epoch
@@ -403,17 +405,17 @@ class Run:
             return False if self.inside() else await asyncio.shield(giving_up)
         for role in roles:
             if role.gate.token is not None:
-                role.gate.drain()  # at once, and not at the engine's next turn
+                role.gate.drain()  # now, and not at the engine's next tick
         return await self._drained(roles, timeout_s, everything=name is None)
 
     async def _drained(self, roles: list[Role], timeout_s: float | None, *, everything: bool) -> bool:
-        """Ask the engine, and wait: for the work, then for the work that was cancelled, then no longer."""
+        """Ask the engine to drain, and wait: for the work to end, then for the cancelled work, then no longer."""
 
         def ask(engine: Engine | None) -> Ended | None:
             return engine.drain(roles, everything=everything) if engine is not None else None
 
         engine, task = self.engine, self.task
-        if self.inside():  # a work that drains itself is cancelled at its next wait
+        if self.inside():  # a work that drains its own role is cancelled at its next await
             if engine is not None:
                 engine.call(lambda: ask(engine))
             return False
@@ -488,7 +490,7 @@ class Run:
     async def _run_work(
         self, role: Role, token: LeaderToken, work: Callable[[LeaderToken], Coroutine[Any, Any, T]]
     ) -> "asyncio.Task[T] | None":
-        """Run the work in this term; None if it ended because the term did."""
+        """Run the work in this term; None if it ended because the term ended."""
         watcher = asyncio.ensure_future(_interrupt_when_closed(role, token))
         error: BaseException | None = None
         self._tell(WorkBegan(role.name, token.epoch))
@@ -503,14 +505,14 @@ class Run:
             self._tell(WorkEnded(role.name, token.epoch, error))
 
     def _tell(self, event: Event) -> None:
-        """From the application's loop: observers hear of everything on the engine's."""
+        """Notify the observers from the application's loop: they are called on the engine's loop."""
         if (engine := self.engine) is None:
             self.notify(event)
         else:
             engine.call(lambda: self.notify(event))
 
     async def _after(self, failure: Failure, role: Role, token: LeaderToken) -> None:
-        """A work has failed: say so, give the role up if that follows from it, and wait for the restart."""
+        """A work has failed: report it, give the role up if `on_failure` says so, and wait until the restart."""
         error, delay_s = failure.error, failure.delay_s
         self._log.error("work_failed", exc_info=error, role=role.name, epoch=token.epoch, error=repr(error))
         role.works.failed(failure)
@@ -533,7 +535,7 @@ class Run:
             self._give_up_alone([role], None)
 
     def _recover(self, role: Role, failure: Failure | None = None) -> None:
-        """The work that has failed is about to be started again: compete, if that was given up."""
+        """A failed work is about to be restarted: compete again if the role was given up."""
         if not role.works.recover(failure):
             return
         if self.engine is not None:
@@ -542,9 +544,9 @@ class Run:
             self._lead_alone([role])
 
     async def _unless_over(self, name: str, gate: LeaderGate, wait: Callable[[], Coroutine[Any, Any, object]]) -> bool:
-        """Wait for that; False once the election is over, or the role gone."""
+        """Await `wait()`; False if the election ends or the role is removed first."""
         gone = self._roster.gone(name)
-        if self.task is None or self._roster.gates.get(name) is not gate:  # asked last: it may go on another thread
+        if self.task is None or self._roster.gates.get(name) is not gate:  # checked last: another thread may remove it
             return False
         waiting = asyncio.ensure_future(wait())
         try:
@@ -567,9 +569,9 @@ class Run:
         self.announce()
 
     def _give_up_alone(self, roles: list[Role], timeout_s: float | None) -> "asyncio.Task[bool]":
-        """Give them up, and lead again what is not to stay so. True if no work was left.
+        """Give the roles up, then lead those again that are not drained. True if no work was left.
 
-        In a task of its own: a caller that is cancelled meanwhile must not leave a role that is neither led nor free.
+        It runs in a separate task: a caller that is cancelled meanwhile must not leave a role neither led nor free.
         """
         led = [role for role in roles if role.driver.state is LockState.LEADER]
         for role in led:
@@ -586,7 +588,7 @@ class Run:
             await within(timeout_s, asyncio.gather(*(self._work_ended(role) for role in led)))
         clean = {role.name: not role.gate.in_flight for role in led}
         for role in led:
-            if role.driver.state is LockState.RELEASING:  # otherwise the run has ended meanwhile, and the term with it
+            if role.driver.state is LockState.RELEASING:  # otherwise the run, and with it the term, has ended meanwhile
                 role.gate.close("released")
                 role.released(clean=clean[role.name])
                 self.notify(Lost(role.name, role.epoch, "released"))
@@ -608,9 +610,9 @@ async def _term_over(role: Role, token: LeaderToken | None) -> None:
 
 
 def is_loss(error: BaseException, gate: LeaderGate, token: LeaderToken) -> bool:
-    """Did the work end because its term may not act, which its own gate or fence has told it before we could?
+    """Did the work fail because its gate or fence refused to act in this term, before the election noticed the loss?
 
-    Not if it was refused for another reason while its gate was open: that would be repeated at once, and for ever.
+    False if it was refused for another reason while its gate was open: `lead` would restart such a work in a busy loop.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(is_loss(each, gate, token) for each in error.exceptions)

@@ -1,7 +1,7 @@
-"""The one frozen value that an election runs on: everything that `LeaderElection` was given, checked and completed.
+"""The frozen settings of one election: everything that `LeaderElection` was given, checked and completed.
 
-It is a `Timing` with the rest: the engine, the listener and the run read it as it is. It decides nothing at run time,
-except the name of a node that was given none.
+`Setup` is a `Timing` with all other settings; the engine, the listener and the run read it. It decides nothing at run
+time, except the name of a node that has no `node_id`.
 """
 
 import errno
@@ -35,13 +35,13 @@ Takeover = Literal["safe", "instant"]
 Hold = Literal["session", "lease"]
 
 LISTEN_STATEMENT_TIMEOUT_S = 5.0
-# Of the processes of one host that are told apart by a number; more of them are told apart by their pids.
+# The highest number in a default node id. Further processes of the host have their pid in the name instead.
 NUMBER_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup(Timing):
-    """Every setting of an election. One that exists is sound."""
+    """Every setting of an election. The constructor checks them, so every instance is valid."""
 
     dsn: Dsn
     keys: dict[str, KeyPair]
@@ -62,7 +62,7 @@ class Setup(Timing):
     hold: Hold
 
     def __post_init__(self) -> None:
-        """All of it fits together, or a `ConfigurationError` names the setting and the remedy."""
+        """Check the settings and their relations. A `ConfigurationError` names the setting and the remedy."""
         if self.takeover not in ("safe", "instant"):
             raise ConfigurationError(f"takeover={self.takeover!r} is unknown: give 'safe' or 'instant'")
         if self.hold not in ("session", "lease"):
@@ -89,7 +89,7 @@ class Setup(Timing):
             check_dsn(self.dsn)
 
     def with_role(self, name: str, key: int | None) -> "Setup":
-        """The same with one more role, or a `ConfigurationError` that says why not."""
+        """A copy with one more role. Raises `ConfigurationError` if the role cannot be added."""
         return replace(self, keys=one_more_role(self.keys, name, key, self.namespace))
 
     def without_role(self, name: str) -> "Setup":
@@ -97,26 +97,27 @@ class Setup(Timing):
 
     @property
     def node_id(self) -> str:
-        """Asked of the process that runs the election, which may be a forked child of the one that made it."""
+        """The name of this node, determined in the process that runs the election: it may be a forked child of the one
+        that made this object."""
         return self.given_node_id or default_node_id()
 
     @property
     def channel(self) -> str:
-        """Where this node tells the others, whether it listens itself or not."""
+        """The channel on which this node notifies the other nodes, even if it does not listen itself."""
         return self.listen_channel or DEFAULT_CHANNEL
 
     @property
     def listens(self) -> bool:
-        """LISTEN needs a session of its own, which a node that holds by a lease may not have."""
+        """Whether this node listens for notifications. LISTEN needs a session; with a lease there may be none."""
         return self.listen_channel is not None and self.hold == "session"
 
     @property
     def instant(self) -> bool:
-        """Does a gate open as soon as the lock is won, without waiting for the predecessor's deadline?"""
+        """Does the gate open as soon as the lock is won, without waiting for the predecessor's deadline?"""
         return self.takeover == "instant"
 
     def identity(self, instance: str) -> Identity:
-        """Who this is in the ledger. `instance` is new with every start."""
+        """This node in the ledger. `instance` is new with every start."""
         host = socket.gethostname()
         return Identity(
             namespace=self.namespace,
@@ -129,7 +130,7 @@ class Setup(Timing):
         )
 
     def connection(self) -> ConnectionSettings:
-        """Of the session that holds the locks."""
+        """The settings of the session that holds the locks."""
         label = next(iter(self.keys)) if len(self.keys) == 1 else f"{len(self.keys)} roles"
         return ConnectionSettings(
             application_name=default_application_name(f"{label} {self.node_id}"),
@@ -140,7 +141,7 @@ class Setup(Timing):
         )
 
     def listener_connection(self) -> ConnectionSettings:
-        """Of the session that hears notifications, and holds nothing."""
+        """The settings of the session that listens for notifications and holds no lock."""
         return ConnectionSettings(
             application_name=default_application_name(f"listen {self.node_id}"),
             statement_timeout_s=LISTEN_STATEMENT_TIMEOUT_S,
@@ -149,11 +150,11 @@ class Setup(Timing):
         )
 
 
-# --- The name of a node that was given none
+# --- The default name of a node
 
 
 class _OwnName:
-    """The name that this process has claimed on its host, and the descriptor by which it holds it."""
+    """The name that this process has claimed on its host, and the descriptor that holds the claim."""
 
     def __init__(self) -> None:
         self._begin_anew()
@@ -170,7 +171,8 @@ class _OwnName:
             return self._name
 
     def claim_anew_in_child(self) -> None:
-        """A forked child is another process. Closing its copy of the descriptor leaves the name to the parent."""
+        """A forked child needs another name. Closing its copy of the descriptor leaves the parent's claim
+        alone."""
         inherited = self._descriptor
         self._begin_anew()
         if inherited is not None:
@@ -178,10 +180,10 @@ class _OwnName:
 
 
 def default_node_id() -> str:
-    """The host's name; with a number, from 2 on, if other processes of this host have taken what comes before it.
+    """The host's name, or, if other processes of this host have claimed that, the host's name with a number from 2 on.
 
-    The lowest one that is free: processes that a manager keeps running have the same names after each restart. A name
-    is a Unix socket in Linux's abstract namespace, which the kernel frees with the process, however that ends.
+    It takes the lowest free number, so processes under a process manager keep their names across restarts. A claim is a
+    Unix socket in Linux's abstract namespace, which the kernel frees when the process ends, however it ends.
     """
     return _own_name.get()
 
@@ -198,7 +200,7 @@ def _claimed(host: str) -> tuple[str, int | None]:
                 if error.errno != errno.EADDRINUSE:
                     break
             else:
-                return name, claim.detach()  # as a number: nothing closes it before the process ends
+                return name, claim.detach()  # a bare descriptor: it stays open until the process ends
     return f"{host}-{os.getpid()}", None
 
 

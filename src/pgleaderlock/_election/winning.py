@@ -1,6 +1,6 @@
-"""Winning, in two statements: one takes the locks and looks at who holds the rest, a later one begins the terms.
+"""Winning takes two statements: one tries the locks and looks at the holders of the rest, a later one begins the terms.
 
-Never in one: the snapshot of the statement that takes a lock is older than the grant, and shows a stale predecessor.
+One statement cannot do both: its snapshot is older than the grant of the lock, and may show a stale predecessor.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from pgleaderlock.observer import Acquired, Attempted
 
 __all__ = ["Winning"]
 
-# How long a bump waits for a fence that a writer still holds, and for how many roles per tick.
+# How long a bump waits for a fence that a writer still holds, and for how many roles per tick it waits.
 BUSY_WAIT_MS = 100
 BUSY_ROLES_A_TICK = 2
-# A role whose key belongs to another role is tried again after this time: the other one may be gone.
+# A role whose key belongs to another role is tried again after this time: the other role may be gone by then.
 COLLISION_RETRY_S = 60.0
 
 
 class Winning:
-    """Used by the engine's task, on its loop."""
+    """Tries locks and begins terms. Used by the engine's task, on its loop."""
 
     def __init__(self, board: Board, balancing: Balancing) -> None:
         self._board, self._due, self._owner = board, board.due, board.owner
@@ -34,21 +34,21 @@ class Winning:
         self._of: Ledger | None = None
         self._since = 0.0
         self._tell_unanswered_at: float | None = None
-        """When it is worth a word that looks get no answer; None if the last one did."""
+        """When to warn that looks get no answer; None if the last look was answered."""
         self._followed: Mapping[str, Role] = {}
         self._keys = dict[str, KeyPair]()
 
     # --- The locks
 
     def wanted(self) -> list[Role]:
-        """What this node competes for now."""
+        """The roles that this node competes for now."""
         now = self._clock.now()
         if not self._settings.candidate:
             return []
         return [role for role in self._board.roles.values() if not role.holds_lock and role.wanted(now)]
 
     async def try_locks(self) -> float:
-        """One statement for all of them; answers when the next one is due."""
+        """Try all wanted locks in one statement; returns when the next try is due."""
         now = self._clock.now()
         followed = self._follow()
         if not followed:
@@ -68,7 +68,7 @@ class Winning:
         for look in looks:
             role = followed[look.role]
             role.saw(look, seen_at, ledger.history)
-            if look.reserved:  # left to another node, for HOLD_S and not for a whole delay of ours
+            if look.reserved:  # left to another node for HOLD_S only, which is shorter than our delay
                 due_at = min(due_at, seen_at + HOLD_S)
         for role in trying:
             if not role.holds_lock:
@@ -82,7 +82,8 @@ class Winning:
         return due_at
 
     def _unanswered(self, why: str | None, asked_at: float, now: float) -> None:
-        """A lease beats on without its looks. If they get no answer for T, it would be a standby that never leads."""
+        """Warn when looks got no answer for T. A lease's heartbeats go on without looks, but it could never win a
+        role."""
         if why is None:
             self._tell_unanswered_at = None
         elif self._tell_unanswered_at is None:
@@ -93,14 +94,14 @@ class Winning:
             self._owner.failed(ConnectionError(f"nothing was heard of the roles of other nodes for T: {why}"))
 
     def _follow(self) -> Mapping[str, Role]:
-        """The roles whose holders are looked at. While they are the same, the ledger answers with what is new only."""
+        """The roles whose holders this node looks at. While they stay the same, the ledger returns only what is new."""
         followed = {name: role for name, role in self._board.roles.items() if not role.holds_lock}
         if followed != self._followed:
             self._followed, self._keys = followed, {name: role.keys for name, role in followed.items()}
         return self._followed
 
     async def _wait_at_the_server(self, ledger: Ledger, due_at: float) -> float:
-        """One slice, for the only role there is. It is parked again at once: the attempt has done its waiting there."""
+        """Wait for the lock of the only role for one slice. The next slice begins at once, without a delay here."""
         for role in self.wanted():
             if not self._board.stopping:
                 self._board.tries([role])
@@ -111,7 +112,7 @@ class Winning:
         return due_at
 
     async def _evict_silent(self, followed: list[Role]) -> None:
-        """A recorded holder that has not beaten for 2 T should have been dropped by its lease: something keeps it."""
+        """End the session of a holder without a heartbeat for 2 T: the server should have dropped it after T."""
         now = self._clock.now()
         for role in followed:
             look, sight = role.look, role.sight
@@ -124,9 +125,9 @@ class Winning:
                     self._due.try_soon()
 
     async def _end_silent_leases(self, refused: list[Role]) -> None:
-        """Their locks were free, and the roles were not: leases have them. One that was silent for its T is ended.
+        """The locks of these roles were free, but leases hold the roles: end each lease that was silent for its T.
 
-        Silence counts from this session's beginning on: who was cut off as the leader was, has heard nothing.
+        Silence counts from the start of this session at the earliest: before it, this node may have been cut off too.
         """
         ledger, now = self._board.open_ledger(), self._clock.now()
         silent = {}  # once per lease, whatever the number of its roles
@@ -144,16 +145,16 @@ class Winning:
     # --- The terms
 
     async def begin_terms(self) -> None:
-        """The second statement of winning, for every lock that is held without a term."""
+        """The second statement: begin a term for every lock that is held without one."""
         won = {name: role for name, role in self._board.roles.items() if role.holds_lock and not role.in_term}
         if any(role.given_up for role in won.values()):
-            self._due.try_soon()  # given up while it was being won: the next tick gives it back
+            self._due.try_soon()  # a role was given up while it was being won: the next tick releases its lock
             won = {name: role for name, role in won.items() if not role.given_up}
         if not won:
             return
         busy = await self._bump(won, wait_ms=0)
-        # Those in front of which fenced transactions of the predecessor still run: queue up behind them, briefly.
-        self._rng.shuffle(busy)  # so that those which are stuck do not stand in front of those which are only busy
+        # Fenced transactions of the predecessor still hold these fences: wait briefly behind them.
+        self._rng.shuffle(busy)  # so that roles with a stuck transaction do not always come before the others
         for name in busy[:BUSY_ROLES_A_TICK]:
             await self._bump({name: won[name]}, wait_ms=BUSY_WAIT_MS)
         if any(role.holds_lock and not role.in_term for role in won.values()):
@@ -188,20 +189,21 @@ class Winning:
                             "led under another key: give every node the same one, or rename it"
                         )
                     )
-                case _:  # the server says that the lock is not ours after all, or that a lease has the role
+                case _:  # the server says that this session does not hold the lock, or that a lease holds the role
                     role.unlocked()
                     refused.append(role)
         if refused:
             await self._end_silent_leases(refused)
             if self._settings.evict_stale:
-                # A lease takes what a session holds for free, until the lock tells: it was not followed meanwhile.
+                # To a lease, a role held by a session looks free until it tries the lock, so its holder was not
+                # followed.
                 await self._evict_silent(refused)
         return busy
 
     def _begin_term(self, role: Role, bump: Bump, sent_at: float, won_at: float) -> None:
         assert bump.epoch is not None
         token = LeaderToken(role.name, bump.epoch, self._identity.holder_identity, self._identity.namespace)
-        # An instant takeover opens at once, but it has not waited its predecessor out: its successor still has to.
+        # An instant takeover opens its gate at once, without waiting its predecessor out: its own successor must wait.
         settled_at = opens_at(role, bump, won_at, own_instance=self._identity.instance)
         from_other = is_failover(role, bump, own_instance=self._identity.instance, own_node_id=self._identity.node_id)
         role.won(
@@ -209,8 +211,8 @@ class Winning:
             at=won_at,
             settled_at=settled_at,
             opens_at=won_at if self._settings.instant else settled_at,
-            # Whether there is a wait or not, the gate never outlives G from before the bump was sent.
+            # With or without a wait, the gate shuts at the latest G after the bump was sent.
             deadline=sent_at + self._settings.gate_s,
         )
-        self._followed = {}  # what is seen of it next is new, whatever was seen before
+        self._followed = {}  # start a new mapping, so that the ledger returns all holders again
         self._owner.notify(Acquired(role.name, bump.epoch, won_at - role.tried_at, from_other))

@@ -1,4 +1,4 @@
-"""Who may ask, and by which name: bearer tokens from a file, and the check of the Host header.
+"""Access control: bearer tokens from a file, and the check of the Host header.
 
 The token file is TOML:
 
@@ -8,8 +8,8 @@ The token file is TOML:
     prefix = "billing/"              # optional: only locks whose names begin with this
     admin = true                     # optional: may break locks and see lease ids
 
-Must never log or print a token, compare one character by character, or look up a name of a Host header: the answer
-would come from whoever is to be kept out.
+Must never log or print a token, or compare one character by character. Must never resolve a name from a Host header: an
+attacker may control the answer.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ _REMEMBERED_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and what it may use."""
+    """The authenticated client, and which locks it may use."""
 
     name: str
     prefix: str = ""
@@ -57,20 +57,20 @@ class Caller:
 
 Callers = dict[bytes, Caller]
 ANYONE = Caller("anyone")
-"""Everybody, where no tokens are configured: all locks, nothing of an admin."""
+"""Every client of a server without tokens: may use all locks, but has no admin rights."""
 
 
 class Tokens:
     """The tokens of one file. Raises `ConfigurationError` with the remedy."""
 
     def __init__(self, path: Path) -> None:
-        # Looked up by a keyed hash whose key is secret: the time that the lookup takes says nothing about any token.
+        # Tokens are looked up by a keyed hash with a secret key, so the time of a lookup reveals nothing about a token.
         self._key = secrets.token_bytes(32)
         self._path = path
         self.replace(self._read())
 
     def read_again(self) -> Callers:
-        """What is in the file now, for `replace`. Raises as at first. May block: call it in a thread."""
+        """Read the file again, for `replace`. Raises as the constructor does. May block: call it in a thread."""
         if not self._path.is_file():  # reading a pipe a second time would block without end
             raise ConfigurationError(f"the token file {self._path} is no file that can be read again")
         return self._read()
@@ -83,7 +83,7 @@ class Tokens:
         return {self._hash(token.encode()): caller for token, caller in callers.items()}
 
     def caller(self, authorization: bytes | None) -> Caller:
-        """Whose token it is. Raises `Refusal` 401."""
+        """The caller that the Authorization header identifies. Raises `Refusal` 401."""
         if authorization is None:
             raise Refusal(401, "a bearer token is needed: send the header Authorization: Bearer TOKEN", _CHALLENGE)
         if authorization[:7].lower() != _BEARER:
@@ -94,7 +94,7 @@ class Tokens:
         return caller
 
     def known(self, authorization: bytes) -> Caller | None:
-        """Whose token is in this header, which begins with `Bearer `; None if the token is no longer known."""
+        """The caller whose token is in this header, which begins with `Bearer `; None for an unknown token."""
         return self._callers.get(self._hash(authorization[7:].strip()))
 
     def _hash(self, token: bytes) -> bytes:
@@ -121,7 +121,7 @@ def _parsed(text: str, path: Path) -> dict[str, Caller]:
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        # The error's text holds a position, and no part of the file.
+        # The error's text has a position, but no part of the file.
         raise ConfigurationError(f"the token file {path} is not TOML: {error}") from error
     entries = document.get("token")
     if set(document) != {"token"} or not isinstance(entries, list) or not entries:
@@ -164,9 +164,9 @@ def _entry(entry: object, where: str) -> tuple[str, Caller]:
 class HostCheck:
     """The defence against DNS rebinding. Call it with the Host header of a request; raises `Refusal`.
 
-    A page in a browser can point a name of its own at 127.0.0.1, and is then of the same origin as the server that
-    listens there. It cannot change the Host header, which still carries the page's own name. So a name is accepted only
-    if it is ours. An IP address is always accepted: a page that was loaded from a name never sends one.
+    An attacker's page can make its own host name resolve to 127.0.0.1, and then has the same origin as a server that
+    listens there. It cannot change the Host header, which still has the attacker's name. So only our own names are
+    accepted. An IP address is always accepted, because a page that was loaded from a name never sends one.
     """
 
     def __init__(self, allowed: Collection[str]) -> None:
@@ -178,7 +178,7 @@ class HostCheck:
         self._any = _ANY in names
         self._names = names | {"localhost"}
         self._accepted: set[bytes] = set()
-        """Headers that have passed before: nearly every request carries one of a few."""
+        """A cache of headers that were accepted: nearly every request has one of a few."""
 
     def __call__(self, host: bytes | None) -> None:
         if host in self._accepted:

@@ -1,4 +1,4 @@
-"""How a request is answered: JSON, with the same few headers on every answer, and `{"error": …}` for every refusal.
+"""Responses: JSON with a few common headers, and `{"error": …}` for every refusal.
 
 A check that fails raises `Refusal`; one place turns it into an answer.
 
@@ -36,10 +36,10 @@ Send = Callable[[Message], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 _JSON = b"application/json"
-# What is asked twice must be answered twice: the state of a lock is old when it has been stored somewhere.
+# No cache may answer for the server: a stored state of a lock would be out of date.
 _ON_EVERY_ANSWER: tuple[Header, ...] = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
-# Letters that mean nothing to a log reader, a terminal or a header parser.
+# Only characters without a special meaning in logs, terminals and headers.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")
 
 
@@ -50,7 +50,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class Refusal(Exception):
-    """This request is not carried out. `error` is for the caller to read."""
+    """Raised to refuse a request. The client gets `error` as text."""
 
     def __init__(self, status: int, error: str, *headers: Header) -> None:
         super().__init__(error)
@@ -60,7 +60,7 @@ class Refusal(Exception):
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
-    """A complete answer. `headers` come on top of those that every answer has."""
+    """A complete response. `headers` are added to those that every response has."""
 
     status: int
     body: bytes
@@ -73,18 +73,18 @@ def answer_of(refusal: Refusal) -> Answer:
 
 
 def defect() -> Refusal:
-    """For what should never happen. What it was is for the log alone."""
+    """The answer to a bug of the server (503). The details go to the log only."""
     text = "this request failed by a defect of the server: its log says more"
     return Refusal(503, text, (b"retry-after", b"1"))
 
 
 def echoed_request_id(given: bytes | None) -> bytes | None:
-    """The caller's X-Request-ID if it may be repeated in a header and a log line; otherwise it is left out."""
+    """The caller's X-Request-ID if it is safe to repeat in a header and a log line; otherwise None."""
     return given if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
 def header_lines(headers: Iterable[Header]) -> bytes:
-    """As they are sent. Whether the connection goes on is for the connection to say."""
+    """The headers as bytes to send. The connection adds its own `Connection` header."""
     return b"".join([b"%s: %s\r\n" % header for header in headers if header[0] != b"connection"])
 
 
@@ -99,7 +99,7 @@ def start_of(answer: Answer, request_id: bytes | None = None) -> Message:
 
 @functools.cache
 def _usual_start(status: int) -> Message:
-    """Made once per status, with its lines: most answers begin with one of these."""
+    """The start of a common response, cached per status together with its header lines."""
     headers = ((b"content-type", _JSON), *_ON_EVERY_ANSWER)
     lines = header_lines(headers)
     return {"type": "http.response.start", "status": status, "headers": headers, "lines": lines}

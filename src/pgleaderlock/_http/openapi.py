@@ -20,13 +20,13 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True)
 class Response:
-    """One possible answer: what it means and what its body is. `links` name what may be asked next."""
+    """One possible response: its meaning and its body. `links` name operations that may follow."""
 
     text: str
     body: type[msgspec.Struct] | str = ErrorReply
     """A type, or the media type of a body that is not JSON."""
     headers: Sequence[str] = ()
-    """Of those in `_HEADERS`."""
+    """Names of headers in `_HEADERS`."""
     links: Mapping[str, Schema] = field(default_factory=dict)
 
 
@@ -75,7 +75,8 @@ def document(info: Schema, operations: Sequence[Operation]) -> Schema:
 
 
 def _for_ecmascript(schema: Any) -> Any:
-    """Python's `\\Z` is `$` in the regular expressions of JSON Schema, where `$` is never in front of a line feed."""
+    """The schema with each `\\Z` of Python replaced by the `$` of JSON Schema, which never matches before a line
+    feed."""
     if isinstance(schema, dict):
         shown = {key: _for_ecmascript(value) for key, value in schema.items()}
         if isinstance(shown.get("pattern"), str):
@@ -95,7 +96,7 @@ def _described(operation: Operation) -> Schema:
     if operation.request is not None:
         described["requestBody"] = {"required": True, "content": _content(operation.request)}
     if operation.needs_token:
-        # Either a token or, on a server without tokens, nothing.
+        # A token, or nothing on a server without tokens.
         described["security"] = [{"token": []}, {}]
     return described
 

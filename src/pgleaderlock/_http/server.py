@@ -1,14 +1,14 @@
 """Serving an ASGI application on one socket: accepting, reading bodies within limits, and ending gracefully.
 
-We accept connections ourselves, one at a time. When all places are taken, the idlest connection without a request is
-closed for the next one that sends something; one that sends nothing gets no place, and so costs little. If all have a
-request, the next one waits for its turn.
+The server accepts connections itself, one at a time. At the limit of connections, a new client that sends something
+gets a place: the connection that has been idle for longest is closed for it. A new client that sends nothing gets no
+place, and so costs little. If every connection has a request, the new client waits for its turn.
 
-A graceful stop waits for every request that has begun, so a client that sends half a body would hold it up without end.
-Every task that waits for a client does so through `Waits`, which interrupts the late ones, and all of them at a stop.
-One table and one sweep serve all requests: a timer per request costs more than reading a small body.
+A graceful stop waits for every request that has begun, so a client that sends half a body would delay it without limit.
+Every task that waits for a client does so through `Waits`, which interrupts tasks that are late, and all of them at a
+stop. One table and one sweep serve all requests: a timer per request costs more than reading a small body.
 
-Must never touch signals (the program decides when to stop), and never keep more of a body than its limit.
+Must never handle signals (the program decides when to stop), and never keep more of a body than its limit.
 """
 
 import asyncio
@@ -53,21 +53,21 @@ __all__ = [
 
 _BACKLOG = 4096
 _FLUSH_S = 0.5
-"""How long the last answers have to be written, before the connections that are left are aborted."""
+"""How long a stop waits for the last responses to be written before it aborts the remaining connections."""
 _CUT_S = 2.0
 _ACCEPT_AGAIN_S = 0.1
 _ROOM_AGAIN_S = 0.02
-"""When to look again for an idle connection, if there was none."""
+"""At the limit of connections: how long to wait before looking for an idle one again."""
 _CLOSED_SHARE = 64
-"""When all places are taken, one of so many is made free at once: finding the idlest takes longer than accepting."""
+"""At the limit of connections, this share of them is closed at once: finding the idlest takes longer than accepting."""
 _SILENT_SHARE = 8
 _SILENT_MIN = 64
-"""When all places are taken, so many clients are kept who have sent nothing yet: one for every eight places, and no
-fewer than 64, because a healthy client may connect a moment before it sends."""
+"""At the limit of connections, the number of new clients kept that have sent nothing yet: one for every eight places,
+and no fewer than 64, because a healthy client may connect a moment before it sends."""
 _SWEEP_INTERVAL_S = 0.5
 _JSON_TYPE = b"application/json"
-# A client that is still sending when the connection is closed loses the answer. So a body that is too long, but not
-# longer than this, is read to its end and thrown away.
+# Closing while the client still sends would reset the connection, and the client could lose the response. So a body
+# that is too long, but not longer than this, is read to its end and discarded.
 _DISCARDED_BYTES_MAX = 8 * 1024 * 1024
 _LATE = "late"
 _STOPPING = "stopping"
@@ -77,7 +77,7 @@ _Peer = tuple[Any, ...]
 
 
 class ListenError(PgLeaderLockError):
-    """The address cannot be listened on. The text says what to do."""
+    """Listening on the address failed. The text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +89,17 @@ class Tls:
 @dataclass(frozen=True)
 class ServingLimits:
     connections_max: int = 1024
-    """For a further one, the idlest without a request is closed. If all have one, it waits."""
+    """Beyond it, the connection without a request that was idle for longest is closed. If there is none, the new client
+    waits."""
     connections_per_address_max: int | None = None
     """Behind a proxy, all clients have one address."""
     header_timeout_s: float = 10.0
-    """For a header to be complete; also how long a connection may be idle between two requests."""
+    """The time for a header to be complete; also how long a connection may be idle between two requests."""
     header_bytes_max: int = 16 * 1024
 
 
 class HttpServer:
-    """One application on one socket. `start`, then `stop`, each once."""
+    """Serves one application on one socket. Call `start`, then `stop`, each once."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class HttpServer:
         *,
         headers: Sequence[Header] = (),
     ) -> None:
-        """`headers` are on every answer."""
+        """`headers` are added to every response."""
         self._limits = limits or ServingLimits()
         self._listening = listening
         self._tls = tls
@@ -125,17 +126,17 @@ class HttpServer:
         )
         self._handshakes: set[asyncio.Task[None]] = set()
         self._silent: dict[socket.socket, tuple[_Peer, float]] = {}
-        """Those for whom there was no place when they came, and who have sent nothing: their peers, and since when."""
+        """New clients beyond the limit of connections that have sent nothing yet: their peers, and since when."""
         self._silent_max = max(_SILENT_MIN, self._limits.connections_max // _SILENT_SHARE)
         self._spoken: set[asyncio.Task[None]] = set()
-        """Of those, who has sent something since, and waits for a place. No more of them are let in than
-        `_silent_max`: then the next client waits in the kernel."""
+        """The tasks of those that have sent something since and wait for a place. At most `_silent_max`: beyond that,
+        new clients wait in the kernel."""
         self._log = get_logger("pgleaderlock.server")
         self._warn_seldom = Seldom(self._log.warning)
 
     async def reload(self, tokens: Tokens | None) -> None:
-        """Reads the tokens again and, for new connections, the certificate. Raises `ConfigurationError`, and then both
-        stay as they were."""
+        """Reads the tokens again and, for new connections, the certificate. If one of them cannot be used, raises
+        `ConfigurationError` and changes neither."""
         context = None if self._tls is None else await asyncio.to_thread(_usable_context, self._tls)
         if tokens is not None:
             tokens.replace(await asyncio.to_thread(tokens.read_again))
@@ -145,14 +146,15 @@ class HttpServer:
         self._tasks = [asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._sweep())]
 
     async def ended(self, *also: "asyncio.Task[None]") -> None:
-        """Returns when serving has ended, or one of the tasks `also`. That should never happen: the log says why."""
+        """Returns when serving, or one of the tasks `also`, has ended. That should never happen: the reason is
+        logged."""
         try:
             await first_of(*map(asyncio.shield, (*self._tasks, *also)))
         except Exception as error:
             self._log.error("server_failed", error)
 
     async def stop(self, answered: Callable[[], Awaitable[None]]) -> None:
-        """Accepts nothing more, waits for `answered()`, and ends every connection."""
+        """Stops accepting, waits for `answered()`, and ends every connection."""
         await cancel_and_wait(self._tasks[0])
         self._listening.close()
         for accepted in list(self._silent):
@@ -172,7 +174,7 @@ class HttpServer:
         while True:
             try:
                 accepted, peer = await loop.sock_accept(self._listening)
-            except OSError as error:  # too many open files, or a client that has left before its turn
+            except OSError as error:  # too many open files, or the client has closed the connection already
                 self._log.warning("accept_failed", error=error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
@@ -205,7 +207,7 @@ class HttpServer:
         return self._connections.count() >= self._limits.connections_max and len(self._spoken) < self._silent_max
 
     def _keep_silent(self, accepted: socket.socket, peer: _Peer) -> None:
-        """Until it sends something, or newer ones have come."""
+        """Keep a client without a place until it sends something, or until newer ones replace it."""
         loop = asyncio.get_running_loop()
         if len(self._silent) >= self._silent_max:
             self._forget_silent(next(iter(self._silent))).close()
@@ -233,8 +235,8 @@ class HttpServer:
         return accepted
 
     async def _room_for(self, address: str) -> bool:
-        """Returns when this client may have a connection; False if it may not, because its address has too many. Room
-        is made by closing what is idlest."""
+        """Waits until there is room for a client of this address; False if the address has too many connections. Makes
+        room by closing connections that were idle for longest."""
         limits, connections = self._limits, self._connections
         most = limits.connections_per_address_max
         if most is not None and connections.count(address) >= most and not connections.close_idlest(1, address):
@@ -260,14 +262,14 @@ class HttpServer:
             # uvloop does not report the end of a connection that was cancelled while it began. Without this it would
             # keep its place without end, as the idlest of all, and be chosen each time that room is needed.
             connection.connection_lost(None)
-            if not isinstance(error, OSError):  # a client that speaks no TLS, or has left; ssl.SSLError is one
+            if not isinstance(error, OSError):  # no TLS, or the client has left (ssl.SSLError is an OSError)
                 raise
 
     def _begun(self, client: tuple[Any, ...], accepted: socket.socket, task: "asyncio.Task[None]") -> None:
         self._handshakes.discard(task)
         if task.cancelled():  # perhaps before its first step
             accepted.close()
-        if self._connections.arriving.get(client, (None, 0.0))[0] is task:  # it has failed
+        if self._connections.arriving.get(client, (None, 0.0))[0] is task:  # the handshake has failed
             del self._connections.arriving[client]
         self._connections.fewer.set()
 
@@ -303,7 +305,7 @@ def _context(tls: Tls) -> ssl.SSLContext:
 
 
 def _usable_context(tls: Tls) -> ssl.SSLContext:
-    """Raises `ConfigurationError` unless certificate and key can be read and belong together."""
+    """The TLS context. Raises `ConfigurationError` unless certificate and key can be read and match."""
     try:
         return _context(tls)
     except (OSError, ssl.SSLError) as error:
@@ -311,7 +313,7 @@ def _usable_context(tls: Tls) -> ssl.SSLContext:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach this address. False for a name that cannot be looked up."""
+    """Whether only this machine can reach this address. False for a name that cannot be resolved."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -321,7 +323,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(host: str, token_file: Path | None, tls: Tls | None) -> None:
-    """Raises `ConfigurationError` for settings that would be unsafe, or cannot work."""
+    """Raises `ConfigurationError` for settings that are unsafe or cannot work."""
     if token_file is None and not is_loopback(host):
         raise ConfigurationError(
             f"--host {host} can be reached from other machines, so --token-file is needed: "
@@ -332,16 +334,16 @@ def check_exposure(host: str, token_file: Path | None, tls: Tls | None) -> None:
 
 
 def address_of(listening: socket.socket, *, has_tokens: bool, tls: Tls | None) -> str:
-    """The URL of this socket. Raises `ListenError` where other machines could reach it without a token."""
+    """The URL of this socket. Raises `ListenError` if other machines could reach it without a token."""
     host, port = listening.getsockname()[:2]
-    if not has_tokens and not is_loopback(host):  # the name may have changed its meaning since it was checked
+    if not has_tokens and not is_loopback(host):  # the name may resolve to another address than when it was checked
         raise ListenError(f"{host} can be reached from other machines, so --token-file is needed")
     shown = f"[{host}]" if ":" in host else host
     return f"{'https' if tls else 'http'}://{shown}:{port}"
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket that shares its port with nobody. Port 0 takes a free one."""
+    """A listening socket that does not share its port. Port 0 takes a free one."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_ADDRCONFIG
@@ -369,9 +371,9 @@ def _remedy(error: OSError) -> str:
 
 
 class InFlight:
-    """How many requests have begun and are not answered yet. A graceful stop waits for the last of them.
+    """Counts the requests that have begun and are not answered yet. A graceful stop waits for the last of them.
 
-    `begin` and `end` are called for each request; `stop`, and then `answered`, at the end.
+    Call `begin` and `end` for each request; at the end, `stop` and then `answered`.
     """
 
     def __init__(self) -> None:
@@ -393,28 +395,28 @@ class InFlight:
             self._answered.set()
 
     async def answered(self) -> None:
-        """Returns, after `stop()`, when none is in flight."""
+        """Returns when no request is in flight. Call `stop()` first."""
         await self._answered.wait()
 
 
 class Readiness:
-    """Whether the service can work, found out at most once per second: a probe needs no token."""
+    """Whether the service works, checked at most once per second: a probe needs no token, so anyone may send many."""
 
     def __init__(self, find_out: Callable[[], Awaitable[Refusal | None]]) -> None:
-        """`find_out` says why the service cannot work; None if it can."""
+        """`find_out` returns why the service does not work; None if it works."""
         self._find_out = find_out
         self._checking = asyncio.Lock()
         self._known: tuple[float, Refusal | None] = (float("-inf"), None)
         self._doubts = 0
 
     def doubt(self) -> None:
-        """The service has just failed: that it could work a moment ago is forgotten."""
+        """The service has just failed: forget the last result."""
         self._doubts += 1
         if self._known[1] is None:
             self._known = (float("-inf"), None)
 
     async def check(self) -> None:
-        """Raises `Refusal` unless the service can work."""
+        """Raises `Refusal` unless the service works."""
         async with self._checking:
             checked_at, refusal = self._known
             if time.monotonic() - checked_at > READY_REMEMBERED_S:
@@ -427,7 +429,7 @@ class Readiness:
 
 
 class ClientGone(Exception):
-    """The client has closed the connection, or half of it."""
+    """The client has closed the connection, or half-closed it."""
 
 
 class Waits:
@@ -445,12 +447,12 @@ class Waits:
         self._deadlines[task] = time.monotonic() + self.body_timeout_s
 
     def end(self, task: "asyncio.Task[object]") -> str | None:
-        """Ends the wait; says why it was interrupted, if it was."""
+        """Ends the wait; returns why it was interrupted, or None."""
         self._deadlines.pop(task, None)
         return self._interrupted.pop(task, None)
 
     def stop(self) -> None:
-        """Interrupts every task, and lets none begin."""
+        """Interrupts every task, and refuses new ones."""
         self.stopping = True
         self._interrupt(list(self._deadlines), _STOPPING)
 
@@ -469,7 +471,8 @@ class Waits:
 
 
 def check_json(headers: Mapping[bytes, bytes], body_bytes_max: int) -> None:
-    """Refuses a body that a page of another site could send without asking (CORS), or that declares itself too long."""
+    """Refuses a content type that another site's page could send without a CORS preflight, and a declared length that
+    is far too long."""
     content_type = headers.get(b"content-type", b"")
     if content_type != _JSON_TYPE and content_type.partition(b";")[0].strip().lower() != _JSON_TYPE:
         raise Refusal(415, "the body must be JSON: send the header Content-Type: application/json")
@@ -481,8 +484,8 @@ def check_json(headers: Mapping[bytes, bytes], body_bytes_max: int) -> None:
 async def read_body(
     receive: Receive, waits: Waits, body_bytes_max: int, look: Callable[[bytes], None] | None = None
 ) -> bytearray:
-    """The whole body. Raises `Refusal` (408, 413, 503) or `ClientGone`. `look` is called with each part of it, and may
-    raise a `Refusal`: then nothing is kept, and the rest is read and thrown away."""
+    """The whole body. Raises `Refusal` (408, 413, 503) or `ClientGone`. `look` is called with each part and may raise a
+    `Refusal`: then nothing is kept, and the rest of the body is read and discarded."""
     task = asyncio.current_task()
     assert task is not None
     waits.begin(task)
@@ -520,12 +523,12 @@ async def read_body(
 
 
 def stopping() -> Refusal:
-    """For a request that cannot be served any more."""
+    """The answer to a request that arrives while the server stops."""
     return Refusal(503, "the server is stopping: try again in a moment, or another server", (b"retry-after", b"1"))
 
 
 def left() -> Refusal:
-    """For a client that may only have half-closed its connection, and still listen."""
+    """The answer to a client that has left: it may have half-closed its connection, and still read."""
     text = "the connection ended, or too much was sent behind the request, before it was complete or its turn had come"
     return Refusal(400, text, (b"connection", b"close"))
 

@@ -1,8 +1,8 @@
-"""A connection from the caller's `connect_fn`: three statements, and nothing else is known about it.
+"""A session on a connection from the caller's `connect_fn`. It sends three statements and assumes nothing else.
 
-No lease, no watch, no pooler check, no eviction: the caller owns its set-up, autocommit included. The session uses only
-`await execute(sql, params)`, the cursor's `await fetchone()`, `await close()` and `closed`, so that a test can use a
-fake of twenty lines. A connection that a context manager lends goes back to it, but never with a lock on it.
+It has no lease, no watch, no pooler check and no eviction: the caller sets the connection up, autocommit included. The
+session uses only `await execute(sql, params)`, the cursor's `await fetchone()`, `await close()` and `closed`, so that a
+test can use a fake of twenty lines. A connection from a context manager is returned to it, but never with a lock on it.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ class BorrowedSession:
             connection, lender = opening.result()
         except ConnectionError:
             raise
-        except (Exception, asyncio.CancelledError) as error:  # it has a task of its own: not the lock's cancellation
-            # The error of a parser may quote the DSN; those of the network and the server do not.
+        except (Exception, asyncio.CancelledError) as error:  # cancelled in its own task: the lock's task is not
+            # The error of a parser may quote the DSN; errors of the network and the server do not.
             told = isinstance(error, OSError | psycopg.OperationalError)
             raise ConnectionError(f"connect_fn failed: {error if told else type(error).__name__}") from error
         session = cls(connection, timeout_s, lender)
@@ -104,7 +104,8 @@ class BorrowedSession:
                 raise
 
     async def _give_back(self) -> None:
-        """To the lender, once: by then it may lend it to another. Closed before, if its session may hold the lock."""
+        """Return the connection to its context manager, only once: the pool may have lent it again by then. Close it
+        first if its session may hold the lock."""
         if self._lender is None:
             await self._connection.close()
             return
@@ -131,7 +132,7 @@ class BorrowedSession:
             await self.close()
             raise ConnectionError(f"the statement failed: {error}") from error
         except asyncio.CancelledError as error:
-            await self.close()  # in mid-statement, whoever was cancelled: the answer is unknown
+            await self.close()  # the statement was cancelled, here or in the caller's code: its outcome is unknown
             if being_cancelled():
                 raise
             raise ConnectionError("the statement was cancelled by the connection itself") from error
@@ -141,7 +142,7 @@ class BorrowedSession:
 
 
 async def _awaited(connect_fn: Callable[[], Any]) -> tuple[Any, Any]:
-    """The connection, and the context manager that lends it, if that is what `connect_fn` returns."""
+    """The connection, and the context manager that lends it if `connect_fn` returns one."""
     opened: Any = connect_fn()
     if inspect.isawaitable(opened):
         return await opened, None
@@ -169,7 +170,7 @@ def _misfit(connection: Any) -> str | None:
 
 
 def _forsake(opening: "asyncio.Future[Any]") -> None:
-    """Cancel a connect_fn that is no longer wanted, and close the connection if it still opens one."""
+    """Cancel a connect_fn that is no longer awaited, and close the connection if it opens one after all."""
 
     def close_late(future: "asyncio.Future[Any]") -> None:
         if future.cancelled() or future.exception() is not None:

@@ -1,8 +1,7 @@
 """Ordered dispatch: callbacks run one after the other, in the order of the transitions that caused them.
 
-They run on a task of their own, so that a slow callback delays the next callback and nothing else: never a probe,
-never a release beyond its own timeout. An exception of a callback is logged and passed to `on_error`; it cannot stop
-the lock.
+A separate task runs them, so a slow callback delays only the next callback: never a probe, and never a release beyond
+its timeout. An exception of a callback is logged and passed to `on_error`; it cannot stop the lock.
 """
 
 import asyncio
@@ -50,7 +49,7 @@ class CallbackRegistry:
 
 
 class Dispatcher:
-    """Runs the callbacks of what was emitted, in order, from `start` to `close`."""
+    """Runs the callbacks of emitted events, in order, from `start` to `close`."""
 
     def __init__(self, registry: CallbackRegistry, clock: Clock, log: StructuredLogger) -> None:
         self._registry = registry
@@ -64,7 +63,7 @@ class Dispatcher:
         self._task = asyncio.create_task(self._run(), name="pgleaderlock callbacks")
 
     def emit(self, event: str, *args: object) -> None:
-        """Queue an event; nothing runs before the caller gives the loop back."""
+        """Queue an event; no callback runs before the caller yields to the event loop."""
         if not self._registry.of(event):
             return
         if len(self._queue) >= QUEUE_MAX:
@@ -82,11 +81,11 @@ class Dispatcher:
         self._arrived.set()
         await first_of(barrier, asyncio.shield(self._task))
         if barrier.cancelled():
-            # The dispatcher was cancelled with all other tasks, as at the end of asyncio.run: run the rest from here.
+            # The dispatcher was cancelled with all other tasks, as at the end of asyncio.run: run the queue from here.
             await self._run_queue()
 
     def inside(self) -> bool:
-        """Whether the caller itself is a callback, which must not wait for what comes after it."""
+        """Whether the caller is a callback. It must not wait for callbacks that run after it."""
         return self._task is not None and asyncio.current_task() is self._task
 
     async def close(self) -> None:
@@ -98,7 +97,7 @@ class Dispatcher:
         self._task = None
 
     def cancel(self) -> None:
-        """The part of `close` that needs no waiting."""
+        """The part of `close` that does not wait."""
         if self._task is not None:
             self._task.cancel()
         for entry in self._queue:
@@ -133,14 +132,14 @@ class Dispatcher:
             if inspect.isawaitable(outcome):
                 await outcome
         except asyncio.CancelledError:
-            # Ours if the dispatcher is being closed; otherwise something inside the callback was cancelled, which must
-            # not end the dispatcher.
+            # Re-raised if the dispatcher is being closed. Otherwise something inside the callback was cancelled, which
+            # must not end the dispatcher.
             if being_cancelled():
                 raise
             self._log.error("callback_cancelled", callback=event, function=name)
         except Exception as error:
             self._log.error("callback_failed", exc_info=error, callback=event, function=name, error=error)
-            # An on_error that fails is only logged: it would be told of its own failure without end.
+            # An on_error that fails is only logged: calling on_error for it would never end.
             if event != "on_error":
                 await self._call_all("on_error", (error,))
         took_s = self._clock.now() - began

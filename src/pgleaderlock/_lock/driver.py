@@ -1,7 +1,7 @@
-"""Carries out the table for one role: feeds inputs to it, keeps the state, does what needs no I/O.
+"""Runs the table of states for one role: feeds inputs to it, keeps the state, carries out the actions without I/O.
 
-Callbacks, logs, delays and the grace deadline are dealt with here. The connection is the owner's: a lock has one driver
-and a connection to close, an election has one driver per role and one connection for all. Nothing here awaits.
+The driver handles callbacks, logs, delays and the grace deadline. Its owner handles the connection: a lock has one
+driver and one connection, an election has one driver per role and one connection for all. Nothing here awaits.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from pgleaderlock.retry import RetryStrategy, checked_delay_s, reconnect_jitter_
 
 __all__ = ["Driver"]
 
-# Used when a strategy raises or returns no usable delay: on_error is told, and the lock goes on competing.
+# The delay when a strategy raises or returns no usable delay: on_error is called, and the lock goes on competing.
 FALLBACK_DELAY_S = 1.0
 
 
@@ -29,7 +29,7 @@ class Emitter(Protocol):
 
 
 class Driver:
-    """One role's place in the table, and what follows from it without I/O."""
+    """The state of one role, and the actions on it that need no I/O."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Driver:
         self._left_leader = left_leader
         self._attempt = 0
         self._answered = False
-        """The last attempt failed because another session holds the lock: the database was up."""
+        """The last attempt failed because another session holds the lock, so the database had answered."""
         self._cycle_began = 0.0
         self._moved_at = 0.0
         self._next_change: asyncio.Future[None] | None = None
@@ -107,14 +107,14 @@ class Driver:
         return row
 
     def next_change(self) -> "asyncio.Future[None]":
-        """Resolves at the next change of state or at a `nudge`. All who wait share it: shield it."""
+        """A future that resolves at the next change of state or at a `nudge`. All waiters share it: shield it."""
         if self._next_change is None or self._next_change.done():
             self._next_change = asyncio.get_running_loop().create_future()
         return self._next_change
 
     def _announce(self, row: Row) -> None:
         again = not self.first_attempt and {row.source, row.target} == {LockState.FOLLOWER, LockState.ACQUIRING}
-        log = self._log.debug if again else self._log.info  # a standby that tries for days has nothing new to say
+        log = self._log.debug if again else self._log.info  # a standby may try for days: log only the first try loudly
         log("state_change", from_=row.source.value, to=row.target.value)
         if row.target is LockState.LEADER:
             self.term += 1
@@ -124,12 +124,13 @@ class Driver:
         self.nudge()
 
     def nudge(self) -> None:
-        """Wake those who wait for a change, although the state is the same: a request or trust has changed."""
+        """Wake the waiters of `next_change` without a change of state: a request has come, or trust has changed."""
         if self._next_change is not None and not self._next_change.done():
             self._next_change.set_result(None)
 
     def carry_out(self, action: Action, error: Exception | None) -> None:
-        """Do what the table says, except CLOSE. Delays count from the input, however long the owner took since."""
+        """Carry out one action of the table, except CLOSE. Delays count from the input, however long the owner
+        takes."""
         match action:
             case Action.EMIT_ACQUIRED:
                 self._log.info("lock_acquired", attempt=self._attempt + 1)
@@ -160,7 +161,7 @@ class Driver:
             case Action.START_GRACE:
                 grace_s = self._grace_s or 0.0
                 self.grace_until = self._moved_at + grace_s
-                # Never so late that the grace is over before the first try.
+                # The first try must come before the grace is over.
                 self.due_at = self._moved_at + min(reconnect_jitter_s(0.0, self._rng), grace_s / 10)
             case Action.BACK_OFF | Action.BACK_OFF_JITTERED | Action.COUNT_FAILURE:
                 self._back_off(action, error)
@@ -170,7 +171,7 @@ class Driver:
     def _back_off(self, action: Action, error: Exception | None) -> None:
         now = self._moved_at
         if error is not None and self._answered:
-            self._attempt = 0  # the first error after a stand-by, however long that was
+            self._attempt = 0  # the first error after standing by: begin a new back-off
         self._answered = error is None
         if self._attempt == 0:
             self._cycle_began = now

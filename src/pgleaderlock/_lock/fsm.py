@@ -1,9 +1,9 @@
 """The life cycle of one lock, as data: the table is the specification, and nothing transitions outside it.
 
-How to read it. A lock is in one of six states. Something happens (an `Input`); the first row that fits the state, the
-input and the rules below names the next state and the `Action`s that follow, in order. The state changes first:
-inside `on_lost` the lock already says FOLLOWER. A state and an input without a row are a bug of the caller: `step`
-raises, and nothing has changed.
+How to read it. A lock is in one of six states. When something happens (an `Input`), the first row that matches the
+state, the input and the rules below gives the next state and the `Action`s that follow, in order. The state changes
+first: inside `on_lost` the state is already FOLLOWER. A state and an input without a row are a bug of the caller:
+`step` raises, and the state stays.
 
 Four rules choose between the rows of a cell, because what follows a failure, a loss or a release depends on them:
 
@@ -12,9 +12,9 @@ Four rules choose between the rows of a cell, because what follows a failure, a 
     stopping         the application has asked for the end, so a release ends in STOPPED
     standby_wait     an attempt waits at the server, so the next one needs no delay
 
-Each action is carried out once, by `driver`, except CLOSE: the connection belongs to the owner of the driver. What goes
-on for as long as a state lasts (waiting, trying the lock, probing, reconnecting, unlocking) is the state's activity in
-`lifecycle`, and what comes of it is the next input.
+`driver` carries out each action once, except CLOSE: the connection belongs to the owner of the driver. What a lock does
+while it is in a state (wait, try the lock, probe, reconnect, unlock) is that state's activity in `lifecycle`, and the
+result of the activity is the next input.
 
 No I/O, no await, no clock.
 """
@@ -71,7 +71,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What chooses between the rows of one cell."""
+    """The rules that choose between the rows of one cell."""
 
     auto_reacquire: bool = True
     grace: bool = False
@@ -144,7 +144,8 @@ TABLE: tuple[Row, ...] = (
                 S.LEADER,
                 failure,
                 S.FOLLOWER,
-                # One delay at least, as after a release: with the session the lock is gone, and followers go first.
+                # Wait for one delay at least, as after a release: the lock is gone with the session; followers go
+                # first.
                 (A.LOG_LOSS, A.EMIT_LOST, A.EMIT_ERROR, A.CLOSE, A.BACK_OFF_JITTERED),
                 grace=False,
                 auto_reacquire=True,
@@ -171,7 +172,7 @@ TABLE: tuple[Row, ...] = (
             Row(S.RECONNECTING, failure, S.STOPPED, (A.EMIT_LOST, *_END), auto_reacquire=False),
         )
     ),
-    # A connect that fails is tried again until the grace is over: otherwise it could not outlast a server's restart.
+    # A failed connect is repeated until the grace is over: otherwise the grace could not outlast a server's restart.
     Row(S.RECONNECTING, IN.DB_ERROR, S.RECONNECTING, (A.CLOSE, A.BACK_OFF_JITTERED)),
     Row(S.RECONNECTING, IN.GAVE_UP, S.STOPPED, (A.EMIT_LOST, *_END)),
     Row(S.RECONNECTING, IN.STOP_REQUESTED, S.STOPPED, _END),
@@ -187,7 +188,7 @@ TABLE: tuple[Row, ...] = (
         for row in (
             Row(S.RELEASING, outcome, S.STOPPED, (event, *_END), stopping=True),
             Row(S.RELEASING, outcome, S.STOPPED, (event, *_END), stopping=False, auto_reacquire=False),
-            # One delay at least, so that another node can win what was just given up.
+            # Wait for one delay at least, so that another node can win the lock that was just released.
             Row(S.RELEASING, outcome, S.FOLLOWER, (event, A.CLOSE, A.BACK_OFF), stopping=False, auto_reacquire=True),
         )
     ),

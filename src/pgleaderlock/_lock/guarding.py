@@ -1,10 +1,9 @@
-"""One-shot leadership on a connection that the caller owns and goes on using: what both guards, async and sync, share.
+"""What the async and the sync guard share: one-shot leadership on a connection that the caller owns and goes on using.
 
-The statements are steps (`_base.steps`), written once for both. Which connection leads what, or is about to, is
-recorded here. `Hangup` notices the end of a session without reading from its socket.
+The statements are steps (`_base.steps`), written once for both guards. This module records which connection leads, or
+is about to lead, with which key. `Hangup` notices the end of a session without reading from its socket.
 
-Must never leave a lock behind that no guard holds: where the outcome of a statement is unknown, the connection is
-closed.
+Must never leave a lock behind that no guard holds: if the outcome of a statement is unknown, the connection is closed.
 """
 
 import contextlib
@@ -57,7 +56,7 @@ class Holder(NamedTuple):
 
 
 def take(conn: AnyConnection, name: str, keys: KeyPair, *, allow_pooler: bool) -> Steps[Holder]:
-    """Try once; the backend that leads now. Raises `LockNotAcquired` or `DatabaseError`."""
+    """Try once; returns the backend that took the lock. Raises `LockNotAcquired` or `DatabaseError`."""
     with _claimed(conn, name, keys):
         _check_fit(conn)
         backend_pid = (yield from _proven_pid(conn)) if allow_pooler else conn.pgconn.backend_pid
@@ -72,15 +71,15 @@ def take(conn: AnyConnection, name: str, keys: KeyPair, *, allow_pooler: bool) -
 
 
 def check(conn: AnyConnection, keys: KeyPair, holder: Holder) -> Steps[bool]:
-    """Positive proof from the server that this very session holds the lock."""
+    """Ask the server for proof that this same session holds the lock."""
     params = {**key_params(keys), **holder._asdict()}
     return bool((yield from _ask(conn, "checking the lock", "guard_check", params))[0])
 
 
 def unlock(conn: AnyConnection, name: str, keys: KeyPair, *, abandon: bool) -> Steps[bool]:
-    """Give the lock back; False if this session did not hold it. `abandon`: roll back what an exception has broken off.
+    """Release the lock; False if this session did not hold it. `abandon`: first roll back an open transaction.
 
-    Raises `LockError`, and nothing is released, while a successor could start before this transaction has committed.
+    Raises `LockError` without releasing if a successor could start before this transaction has committed.
     """
     status = conn.pgconn.transaction_status
     if status == pq.TransactionStatus.INERROR or (abandon and status == pq.TransactionStatus.INTRANS):
@@ -94,9 +93,9 @@ def unlock(conn: AnyConnection, name: str, keys: KeyPair, *, abandon: bool) -> S
 
 
 def _take(conn: AnyConnection, statement_name: str, params: dict[str, Any]) -> Steps[tuple[Any, ...]]:
-    """A statement may fail after the lock was granted, and a session's locks outlive its errors.
+    """Send the try. It may fail after the lock was granted, and a session's locks survive its errors.
 
-    If the lock is held after an error, or it cannot be found out, the session ends.
+    After an error, closes the connection if the session holds the lock or if that cannot be found out.
     """
     try:
         return (yield from _decisive(conn, "taking the lock", statement_name, params))
@@ -107,7 +106,7 @@ def _take(conn: AnyConnection, statement_name: str, params: dict[str, Any]) -> S
 
 
 def _is_free(conn: AnyConnection, params: dict[str, Any]) -> Steps[bool]:
-    """Does this very session not hold the lock?"""
+    """Does the server say that this session does not hold the lock?"""
     try:
         return (yield from _decisive(conn, "looking at the lock", "guard_free", params))[0] is True
     except DatabaseError:
@@ -118,18 +117,18 @@ def _holder(conn: AnyConnection, keys: KeyPair) -> Steps[tuple[Any, ...] | None]
     try:
         return (yield from _ask(conn, "looking for the holder", "guard_holder", key_params(keys))) or None
     except DatabaseError:
-        return None  # that the lock is held is known; by whom is a courtesy
+        return None  # the holder is only for the message
 
 
 def _proven_pid(conn: AnyConnection) -> Steps[int]:
-    """The backend behind an allowed pooler, once it is proven to be ours alone."""
+    """The pid of the backend behind an allowed pooler, proven to serve this connection only."""
 
     def sample(mark: str | None = None) -> Steps[Backend]:
         try:
             backend = yield from sampled(conn, mark)
         except psycopg.Error as error:
             raise _failed("looking at the session", error) from error
-        # Inside a transaction every pooler keeps the session: a sample of it proves nothing.
+        # Within a transaction, every pooler keeps the backend: such a sample proves nothing.
         if conn.pgconn.transaction_status in (pq.TransactionStatus.INTRANS, pq.TransactionStatus.INERROR):
             raise DatabaseError(
                 "the connection was put into a transaction while its session was being proven: try again"
@@ -143,7 +142,8 @@ def _proven_pid(conn: AnyConnection) -> Steps[int]:
 
 
 def _decisive(conn: AnyConnection, what: str, name: str, params: dict[str, Any]) -> Steps[tuple[Any, ...]]:
-    """A statement that decides who leads. If it is cancelled or interrupted, nobody knows how: the session ends."""
+    """A statement that decides who leads. If it is cancelled or interrupted, its outcome is unknown: close the
+    connection."""
     try:
         return (yield from _ask(conn, what, name, params))
     except PgLeaderLockError:
@@ -163,7 +163,7 @@ def _ask(conn: AnyConnection, what: str, name: str, params: dict[str, Any]) -> S
         raise _failed(what, error) from error
 
 
-# --- Which connection leads what
+# --- Which connection leads with which key
 
 
 class _Claim:
@@ -180,9 +180,9 @@ _inherited: weakref.WeakSet[AnyConnection] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def _claimed(connection: AnyConnection, name: str, keys: KeyPair) -> Iterator[None]:
-    """Claim the key for the block, which takes the lock: one claim per connection and key, for all threads and tasks.
+    """Claim the key for the block, which takes the lock. All threads and tasks share one claim per connection and key.
 
-    Leaving the block without an exception keeps the claim until `forget`. Any exception frees it.
+    If the block ends without an exception, the claim stays until `forget`. An exception removes it.
     """
     claim = _Claim()
     try:
@@ -208,7 +208,7 @@ def forget(connection: AnyConnection, keys: KeyPair) -> None:
 
 
 def _disown_in_child() -> None:
-    """In a forked child: what the parent leads on, or is about to, stays the parent's."""
+    """In a forked child: no connection on which the parent leads, or is about to lead, may be used."""
     _inherited.update(connection for connection, claims in _claims.items() if claims)
     _claims.clear()
 
@@ -220,7 +220,7 @@ os.register_at_fork(after_in_child=_disown_in_child)
 
 
 def check_kind(connection: object, kind: type[AnyConnection]) -> None:
-    """Raise when this is no connection, or not one of this kind."""
+    """Raise unless this is a connection of this kind."""
     if not isinstance(connection, psycopg.AsyncConnection | psycopg.Connection):
         raise ConfigurationError(
             f"acquire_leadership takes an open psycopg connection, not {type(connection).__name__}"
@@ -232,7 +232,7 @@ def check_kind(connection: object, kind: type[AnyConnection]) -> None:
 
 
 def _check_fit(connection: AnyConnection) -> None:
-    """Raise before anything is sent when this connection cannot carry a guard."""
+    """Raise, before anything is sent, if a guard cannot use this connection."""
     if connection.closed:
         raise DatabaseError("the connection is closed: open one and keep it for as long as you lead")
     if connection in _inherited:
@@ -255,7 +255,7 @@ def _check_fit(connection: AnyConnection) -> None:
 
 
 def _check_releasable(connection: AnyConnection, name: str) -> None:
-    """Raise when releasing now would let a successor start before this transaction has committed."""
+    """Raise if releasing now would let a successor start before this transaction has committed."""
     status = connection.pgconn.transaction_status
     if status == pq.TransactionStatus.ACTIVE:
         raise LockError(
@@ -273,7 +273,7 @@ def _check_releasable(connection: AnyConnection, name: str) -> None:
 
 
 def not_acquired(name: str, holder: tuple[Any, ...] | None) -> LockNotAcquired:
-    if holder is None:  # gone in between, or invisible
+    if holder is None:  # it has released the lock meanwhile, or this database role may not see it
         return LockNotAcquired(name)
     return LockNotAcquired(name, holder_pid=holder[0], holder_application_name=holder[1] or None)
 
@@ -304,13 +304,13 @@ def _failed(what: str, error: Exception) -> DatabaseError:
 
 # --- The end of a session, noticed without reading a byte of its socket
 #
-# The caller uses the connection. Reading from it, even peeking, would disturb the caller, or be misled by bytes that
-# the caller has not read yet: a server that ends a session sends its reason first, and the end of the stream comes
-# after that. Linux reports the hang-up alone (EPOLLRDHUP), and an epoll descriptor can itself be waited for.
+# The caller uses the connection, so we cannot read from it. Even peeking would not help: a server that ends a session
+# sends its reason first, so the end of the stream is hidden behind bytes that the caller has not read. Linux reports
+# the hang-up by itself (EPOLLRDHUP), and an epoll descriptor can be waited for like any other.
 
 
 class Hangup:
-    """Readable (`fileno`) once the peer of this descriptor has hung up. Holds a duplicate of it until closed."""
+    """Its `fileno` becomes readable once the peer of the descriptor has hung up. Holds a duplicate until closed."""
 
     def __init__(self, descriptor: int) -> None:
         with _making:
@@ -328,7 +328,7 @@ class Hangup:
         return self._epoll.fileno()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Block until the hang-up; False when the time is over first."""
+        """Block until the hang-up; False on a timeout."""
         return bool(self._epoll.poll(timeout_s, 1))
 
     def close(self) -> None:
@@ -338,12 +338,12 @@ class Hangup:
 
 
 _watched: weakref.WeakSet[Hangup] = weakref.WeakSet()
-# Held while one is made, and by a thread that forks: a child must not get a duplicate that it does not know of.
+# Held while a `Hangup` is made, and by a thread that forks: a child must not inherit a duplicate that is not recorded.
 _making = threading.Lock()
 
 
 def _let_go_in_child() -> None:
-    """In a forked child: its duplicate would keep the parent's connection open after the parent has ended."""
+    """In a forked child: close its duplicates. They would keep the parent's connections open after the parent's end."""
     _making.release()
     for hangup in list(_watched):
         hangup.close()

@@ -1,8 +1,8 @@
-"""The task of one `LeaderLock`: what goes on in each state, and what comes of it.
+"""The task of one `LeaderLock`: the activity of each state.
 
-Each state has one activity. It does its I/O and returns the next input for the table; the table says where that leads
-and what is done on the way. Requests from outside (stop, release, force) interrupt the waits. The task owns the
-session: nothing else opens, uses or closes it.
+Each state has one activity. It does its I/O and returns the next input for the table; the table gives the next state
+and the actions. Requests from outside (stop, release, force) interrupt the waits. The task owns the session: nothing
+else opens, uses or closes it.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ __all__ = ["Lifecycle", "LifecycleSettings"]
 T = TypeVar("T")
 Outcome = tuple[Input, Exception | None]
 
-# How long callbacks may still run when the task itself was cancelled or forced to end.
+# How long the last callbacks may take when the task was cancelled or forced to end.
 LAST_WORDS_S = 1.0
 ANY_TERM = -1  # terms count from 1
 
@@ -41,14 +41,14 @@ class LifecycleSettings:
     strategy: RetryStrategy
     health_interval_s: float
     trust_s: float
-    """G: how long an answer is believed, counted from before its question was sent."""
+    """G: how long an answer is trusted, counted from before its question was sent."""
     reconnect_grace_s: float | None
     standby_wait_s: float
     auto_reacquire: bool
 
 
 class _Interrupted(Exception):
-    """A request came before the work was done."""
+    """A request from outside has interrupted the activity."""
 
 
 class Lifecycle:
@@ -69,9 +69,9 @@ class Lifecycle:
         self._clock = clock
         self._log = log
         self._release_term: int | None = None
-        """The term that `step_down` has asked to end; a later one goes on."""
+        """The term that `step_down` asked to end. Later terms are not affected."""
         self._force_term: int | None = None
-        """The term whose release waits for nothing any longer."""
+        """The term whose release no longer waits for anything."""
         self._session: Session | None = None
         self._zombie: SessionIdentity | None = None
         self._probe_sent_at = 0.0
@@ -110,33 +110,35 @@ class Lifecycle:
         self.driver.nudge()
 
     def force(self) -> None:
-        """Wait for no work and no callback any longer: cut the connection, which frees the lock."""
+        """Stop waiting for work and callbacks: cut the connection, which frees the lock."""
         self._force_term = ANY_TERM
         self.driver.nudge()
 
     def force_release(self, term: int) -> None:
-        """The same for one term; nothing if that is over already."""
+        """The same for one term. Does nothing if that term is over already."""
         if self.driver.holds(term):
             self._force_term = term
             self.driver.nudge()
 
     def recover(self, failure: Failure | None = None) -> None:
-        """The work that has failed is about to be started again: compete, if that was given up."""
+        """A failed work is about to be restarted: compete again if the role was given up."""
         if self.works.recover(failure):
             self.driver.nudge()
 
     def inside_work(self) -> bool:
-        """Whether the caller is a callback or a running work, which must not wait for an end that waits for it."""
+        """Whether the caller is a callback or a running work. It must not wait for the end of the lock, which waits for
+        it."""
         return self.dispatcher.inside() or self.works.inside()
 
     # --- The task
 
     def begin(self) -> Coroutine[Any, Any, None]:
-        """STOPPED becomes FOLLOWER at once; the rest is for a task. It says its end also if it never has a turn."""
+        """Go from STOPPED to FOLLOWER at once; returns the coroutine for the task. It cleans up even if the task is
+        cancelled before its first step."""
         self.dispatcher.start()
         self.driver.feed(Input.START)
         running = self._run()
-        running.send(None)  # into its `try`: a task that is cancelled before its first turn runs nothing else
+        running.send(None)  # enter its `try`: a task cancelled before its first step would skip the `finally`
         return running
 
     async def _run(self) -> None:
@@ -149,7 +151,7 @@ class Lifecycle:
         except asyncio.CancelledError:
             await self._end_at_once()
             raise
-        except Exception as error:  # a bug: the lock ends, and says why
+        except Exception as error:  # a bug: the lock ends with this error
             self.driver.last_error = error
             self._log.error("lifecycle_failed", exc_info=error, error=error)
             raise
@@ -158,14 +160,14 @@ class Lifecycle:
             await self.dispatcher.close()
 
     def finish(self) -> None:
-        """Called when the task has ended: a bug may have ended it in any state."""
+        """Called when the task has ended: goes to STOPPED if a bug has ended it in another state."""
         if self.driver.state is not LockState.STOPPED:
             for input_ in self._way_to_stopped():
                 self.driver.feed(input_)
             self.dispatcher.cancel()
 
     async def abandon(self) -> None:
-        """The loop was closed under the task: free the lock, from another loop."""
+        """The loop was closed while the task was running: free the lock, from another loop."""
         await self._close_session()
 
     async def _next_input(self) -> Outcome:
@@ -176,7 +178,7 @@ class Lifecycle:
         except PgLeaderLockError as error:
             return Input.DB_ERROR, error
         except Exception as error:
-            # A bug, or a database driver that fails in an unknown way: the lock must go on competing.
+            # A bug, or an unknown failure of the database driver: the lock must go on competing.
             self._log.error("unexpected_error", exc_info=error, error=error)
             return Input.DB_ERROR, error
 
@@ -190,11 +192,11 @@ class Lifecycle:
                 else:
                     self.driver.carry_out(action, error)
         finally:
-            for action in actions:  # cancelled while closing: the state has changed, so its callbacks must be told
+            for action in actions:  # cancelled while closing: the state has changed, so the callbacks must still run
                 self.driver.carry_out(action, error)
 
     def _answer_requests(self) -> Outcome:
-        """The input that the open requests amount to. Only called when there is one that matters in this state."""
+        """The input for the open request. Call it only when there is a request that matters in this state."""
         if self.driver.state is LockState.RELEASING:
             return Input.RELEASE_SUCCEEDED, None  # forced: without a connection the lock is free
         if self.driver.stopping:
@@ -209,7 +211,7 @@ class Lifecycle:
             await self._last_words()
 
     async def _end_at_once(self) -> None:
-        """The task was cancelled, usually because the whole program ends: leave nothing held, and say so."""
+        """The task was cancelled, usually because the program ends: free the lock, and run the callbacks."""
         for input_ in self._way_to_stopped():  # the state changes before the lock is free
             await self._apply(input_)
         await self._close_session()
@@ -271,7 +273,7 @@ class Lifecycle:
             return (Input.REACQUIRE_SUCCEEDED if reacquiring.result() else Input.REACQUIRE_FAILED), None
         finally:
             if reacquiring.cancelled():
-                await self._close_session(remember=True)  # what it was doing has an unknown outcome
+                await self._close_session(remember=True)  # the outcome of its last statement is unknown
 
     async def _release(self) -> Outcome:
         """Unlock once the work has stopped and the callbacks have run; keep the session alive meanwhile."""
@@ -281,14 +283,15 @@ class Lifecycle:
             return Input.RELEASE_FAILED, error
         return Input.RELEASE_SUCCEEDED, None
 
-    # --- What they are made of
+    # --- Steps of the activities
 
     async def _open(self) -> None:
         if self._session is None:
             self._session = await self._connect()
 
     async def _take_or_wait(self) -> bool:
-        """One attempt: try, then wait at the server if so configured. The first never waits: its failure is news."""
+        """One attempt: try, then wait at the server if so configured. The first attempt never waits, so that a failure
+        is reported at once."""
         if await self._take_twice():
             return True
         if self.driver.first_attempt:
@@ -303,7 +306,7 @@ class Lifecycle:
         return False
 
     async def _take_twice(self) -> bool:
-        """Try, and try again if our own old session was in the way."""
+        """Try the lock. If our own old session held it, end that session and try again."""
         session = self._running_session()
         return await self._take(session) or (await self._end_zombie(session) and await self._take(session))
 
@@ -315,7 +318,7 @@ class Lifecycle:
         return granted
 
     async def _end_zombie(self, session: Session) -> bool:
-        """After a cut the server may still hold our own old session, and the lock with it."""
+        """End our own old session, if there is one: after a lost connection it may still hold the lock."""
         zombie, self._zombie = self._zombie, None
         if zombie is None or not await session.end_zombie(zombie):
             return False
@@ -334,7 +337,7 @@ class Lifecycle:
         self._trust(sent_at)
 
     def _trust(self, sent_at: float) -> None:
-        """Trust the answer from before its question was sent. One that comes too late is a lost session."""
+        """Trust an answer for G from `sent_at`, when its question was sent. Raises if it comes later than that."""
         self._probe_sent_at = sent_at
         regained = self._clock.now() >= self.trusted_until
         self.trusted_until = sent_at + self._settings.trust_s
@@ -393,16 +396,16 @@ class Lifecycle:
         return self._force_term in (ANY_TERM, self.driver.term)
 
     async def _loss_before(self, due_at: float, *also: Awaitable[Any]) -> ConnectionError | None:
-        """Wait for a moment, or until one of `also` has ended. Returns the loss if the session ends first."""
+        """Wait until `due_at`, or until one of `also` has ended. Returns the loss if the session ends first."""
         left_s = due_at - self._clock.now()
         if left_s <= 0:
-            return None  # what is due now has no time for a loss to be noticed: the next statement will tell
+            return None  # do not check for a loss now: the statement that is due will find out
         lost = asyncio.Event().wait() if self._session is None else self._session.lost()
         loss, *_ = await first_of(lost, self._clock.sleep(left_s), *also)
         return None if loss.cancelled() else loss.result()
 
     async def _unless(self, work: Callable[[], Awaitable[T]], enough: Callable[[], bool]) -> T:
-        """The result of `work`, or `_Interrupted` once a request makes `enough` true; the work is then cancelled."""
+        """The result of `work`. If a request makes `enough` true first, cancels the work and raises `_Interrupted`."""
 
         async def asked() -> None:
             while not enough():

@@ -1,8 +1,8 @@
-"""The coroutines that run because this node leads: started in a term, cancelled at its end, and waited for.
+"""The works of a leader: coroutines that are started in a term and cancelled at its end.
 
-A work stays on the list until it has ended, even if the caller of `run` is cancelled: the lock is not released while
-one of them is running. What `lead` does about a work that fails, and about a caller that is cancelled, is decided here
-as well, for lock and election alike.
+A work stays on the list until it has ended, even if the caller of `run` is cancelled, because the lock is not released
+while a work is running. This module also decides, for lock and election, what `lead` does when a work fails or a caller
+is cancelled.
 """
 
 import asyncio
@@ -22,7 +22,8 @@ __all__ = ["Failure", "OnFailure", "Restarts", "Works", "error_of"]
 T = TypeVar("T")
 OnFailure = Literal["raise", "restart", "step_down"]
 RESTART_BACK_OFF = ExponentialBackoff(base_s=0.2, max_s=30.0)
-# A leader may wait this long for the restart of its work. For a longer wait it gives the role up: others may do better.
+# The longest delay before a restart for which a leader keeps its role. Before a longer one it gives the role up, so
+# that another node can do the work.
 IDLE_S_MAX = 1.0
 
 
@@ -32,13 +33,13 @@ class Failure:
 
     error: BaseException
     delay_s: float | None
-    """After which it is started again; None: `lead` raises."""
+    """The delay until the restart; None: `lead` raises the error instead."""
     gives_up: bool
-    """The role is given up, and not competed for meanwhile."""
+    """Whether this node gives the role up and does not compete for it until the restart."""
 
 
 class Restarts:
-    """What one call of `lead` does about its failures: the policy, and how many there were in a row."""
+    """The policy of one call of `lead` for failures, and the number of failures in a row."""
 
     def __init__(self, on_failure: OnFailure, clock: Clock) -> None:
         if on_failure not in get_args(OnFailure):
@@ -53,7 +54,7 @@ class Restarts:
         self._began_at = self._clock.now()
 
     def after(self, error: BaseException) -> Failure:
-        """What follows from this failure. A work that ran for longer than the longest delay is not failing in a row."""
+        """What to do after this failure. A failure after a run longer than the longest delay starts a new row."""
         if self._on_failure == "raise":
             return Failure(error, delay_s=None, gives_up=True)
         if self._clock.now() - self._began_at >= RESTART_BACK_OFF.max_s:
@@ -64,7 +65,7 @@ class Restarts:
 
 
 def error_of(task: "asyncio.Task[Any]") -> BaseException | None:
-    """Why a work that has ended has failed; None if it returned. One that cancelled itself has failed."""
+    """The error of a work that has ended; None if it returned. A work that cancelled itself has failed."""
     return asyncio.CancelledError("the work has cancelled itself") if task.cancelled() else task.exception()
 
 
@@ -73,14 +74,14 @@ class Works:
         self._running: set[asyncio.Task[Any]] = set()
         self._interrupted: set[asyncio.Task[Any]] = set()
         self.failure: Failure | None = None
-        """Why no work runs: from the failure of one until it is started again, or until `lead` is entered again."""
+        """The failure that keeps the work from running, until the work is restarted or `lead` is called again."""
         self.left = False
-        """The last caller of `lead` was cancelled, and nobody has entered it again."""
+        """The last caller of `lead` was cancelled, and `lead` has not been called again."""
         self._callers = 0
 
     @property
     def given_up(self) -> bool:
-        """The role is not to be led: its work has failed, or was left. May be asked from another thread."""
+        """This node should not lead: its work has failed, or was left. May be read from another thread."""
         failure = self.failure
         return self.left or (failure is not None and failure.gives_up)
 
@@ -88,7 +89,7 @@ class Works:
         self.failure = failure
 
     def recover(self, failure: Failure | None = None) -> bool:
-        """Forget this failure, or whichever there is; True if the role is to be led again because of that."""
+        """Forget this failure, or any if None; True if the role was given up and no longer is."""
         if failure is not None and self.failure is not failure:
             return False
         given_up, self.failure = self.given_up, None
@@ -98,8 +99,8 @@ class Works:
 
     @contextlib.contextmanager
     def caller(self, left: Callable[[], None]) -> Iterator[None]:
-        """While a caller is in `lead`. If the last one is cancelled, nobody would work in the next term, nor in this
-        one: the role is to be given up, and `left` is called.
+        """Entered while a caller is in `lead`. If the last caller is cancelled, the role has no work left: it is given
+        up, and `left` is called.
         """
         self._callers += 1
         try:
@@ -113,7 +114,7 @@ class Works:
             self._callers -= 1
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Task[T] | None":
-        """Run one work to its end; None if it was interrupted and did not fail during that."""
+        """Run one work to its end. Returns its task; None if the work was interrupted and did not fail meanwhile."""
         task = asyncio.create_task(_called(work), name="pgleaderlock work")
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -129,9 +130,9 @@ class Works:
             self._interrupted.discard(task)
 
     def interrupt(self) -> None:
-        """Leadership ends: cancel everything, in the same turn of the loop."""
+        """Leadership ends: cancel all works at once, before anything else runs on the loop."""
         for task in self._running:
-            if not task.done():  # one that returned in this very turn of the loop was not interrupted
+            if not task.done():  # a work that has just returned was not interrupted
                 self._interrupted.add(task)
                 cancel_once(task)
 
@@ -141,12 +142,12 @@ class Works:
             await asyncio.wait(self._running)
 
     def inside(self) -> bool:
-        """Whether the caller itself is one of them."""
+        """Whether the caller is one of these works."""
         return asyncio.current_task() in self._running
 
 
 async def _called(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Call it inside the task, so that an exception of the call is treated like one of the coroutine."""
+    """Call `work` inside the task, so that an exception of the call is treated like one of the coroutine."""
     coroutine = work()
     if not inspect.isawaitable(coroutine):
         raise ConfigurationError(f"lead takes an async function; this one returned {type(coroutine).__name__} at once")

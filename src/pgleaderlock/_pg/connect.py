@@ -1,9 +1,9 @@
-"""How a connection is opened and cut, and how a server session is proven to be ours alone.
+"""Opens and cuts connections, and proves that a server session belongs to us alone.
 
-Client-side cursors send each statement as one simple-query message, and nothing is ever prepared: a statement is never
-half known to the server, and a pooler may give the next one to another backend.
+Client-side cursors send each statement as one simple-query message, and nothing is prepared: the server never waits
+between a Parse and its Sync, and a pooler may run the next statement on another backend.
 
-Must never explain why a connect failed: the caller knows who will read it.
+Must never explain why a connect failed: the caller knows whether a program or a person will read it.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ UNLIMITED_CONNECT_S = 130.0
 
 
 async def connect(params: Mapping[str, str]) -> psycopg.AsyncConnection[dict[str, Any]]:
-    """Open a connection, or raise a `psycopg.Error`, also if the server does not answer in time."""
+    """Open a connection. Raises `psycopg.Error`, also when the server does not answer in time."""
     try:
         async with asyncio.timeout(patience_s(params)):
             return await psycopg.AsyncConnection.connect(
@@ -65,19 +65,20 @@ async def connect(params: Mapping[str, str]) -> psycopg.AsyncConnection[dict[str
 
 
 def patience_s(params: Mapping[str, str]) -> float:
-    """psycopg gives each host its connect_timeout; names may resolve to several addresses."""
+    """How long a connect may take: psycopg gives each listed host its connect_timeout; a name may have several
+    addresses."""
     hosts = max(params.get(key, "").count(",") + 1 for key in ("host", "hostaddr"))
     try:
         each_s = float(params.get("connect_timeout", CONNECT_TIMEOUT_S))
     except ValueError:
         each_s = CONNECT_TIMEOUT_S
-    if each_s <= 0:  # libpq's word for "no limit", which psycopg bounds at about two minutes
+    if each_s <= 0:  # "no limit" in libpq, but psycopg limits it to about two minutes
         each_s = UNLIMITED_CONNECT_S
     return max(2.0, each_s) * hosts + 1.0
 
 
 async def resolved(dsn: Dsn) -> str:
-    """The DSN as text. The error of a callable that fails is not quoted: its text may hold the secret."""
+    """The DSN as text. If the user's callable fails, its error is not quoted: the text may contain the password."""
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             return await resolve(dsn)
@@ -92,40 +93,40 @@ async def resolved(dsn: Dsn) -> str:
 
 
 def plain_cursor(connection: AnyConnection) -> Any:
-    """A cursor that gives tuples on a connection of the caller's, whatever cursors and rows that one makes itself."""
+    """A cursor that returns tuples, whatever cursor and row factories the caller's connection has."""
     if isinstance(connection, psycopg.AsyncConnection):
         return psycopg.AsyncCursor(connection, row_factory=tuple_row)
     return psycopg.Cursor(connection, row_factory=tuple_row)
 
 
 def sever(connection: psycopg.AsyncConnection[Any]) -> None:
-    """End the stream in both directions without closing the descriptor: a task that waits on it wakes up.
+    """Shut the socket down in both directions without closing the descriptor, so that a task that waits on it wakes up.
 
-    To cancel that task instead would make psycopg ask a silent server to cancel, and wait for it.
+    Cancelling that task instead would make psycopg send a cancel request to a silent server, and wait for it.
     """
     with contextlib.suppress(psycopg.Error, OSError), socket.socket(fileno=os.dup(connection.pgconn.socket)) as twin:
         twin.shutdown(socket.SHUT_RDWR)
 
 
 def retrieve(future: "asyncio.Future[Any]") -> None:
-    """As a callback of a future: asyncio does not report its exception as never retrieved."""
+    """A done callback of a future: retrieves its exception, so that asyncio does not report it as never retrieved."""
     if not future.cancelled():
         future.exception()
 
 
 # --- The proof that a server session is ours alone
 #
-# A pooler in transaction or statement mode gives each transaction any free server session of its pool, and there a
-# lock excludes nobody. It cannot be asked for its mode, so it is observed: our client and a second one send single
-# statements in turn, and each says which backend it ran on. In session mode each client stays on a backend of its
-# own.
+# A pooler in transaction or statement mode runs each transaction on any free server session of its pool, where an
+# advisory lock excludes no other client. The pooler does not tell its mode, so we observe it: our client and a second
+# one send single statements in turn, and each statement returns the backend that it ran on. In session mode, each
+# client keeps a backend to itself.
 #
-# What decides (`_proof`) is a generator without I/O; `prove` carries out its steps. Every sample is one statement in a
-# transaction of its own: the proof never opens a transaction, so it can neither leave one open nor have one cut off by
-# the pooler. It changes no session, but for the last round: there our session, which looks like our own by then, has a
-# mark (a setting that nothing else reads), which the second client must not see and we must always find.
+# `_proof` decides, as a generator without I/O; `prove` carries out its steps. Every sample is a single statement: the
+# proof never opens a transaction, so it cannot leave one open, and the pooler cannot cut one off. It changes no session
+# except in the last round. There our session, which looks like ours alone by then, is marked with a setting that
+# nothing else reads. The second client must not see the mark, and we must see it every time.
 
-# Each round has a new second client: behind one address there may be several poolers with a pool each.
+# Each round has a new second client, because one address may lead to several poolers, each with its own pool.
 ROUNDS = 4
 SECOND_CLIENTS_MAX = 32
 POOL_WAIT_S = 0.5
@@ -133,14 +134,15 @@ PROOF_CONNECT_TIMEOUT_S = 5
 
 
 class Backend(NamedTuple):
-    """The server session that one statement ran on. A pid alone may be that of another server behind the pooler."""
+    """The server session that a statement ran on. The pid is not enough: behind a pooler there may be several
+    servers."""
 
     pid: int
     started: str | None
     client: str | None
-    """The address that PostgreSQL sees: the pooler's. None for a Unix socket."""
+    """The client address that PostgreSQL sees: the pooler's. None for a Unix socket."""
     mark: str | None = None
-    """What the last round has set on it."""
+    """The mark that the last round has set on the session."""
 
     def is_same(self, other: "Backend") -> bool:
         return (self.pid, self.started) == (other.pid, other.started)
@@ -152,20 +154,20 @@ class _Step(enum.Enum):
     NEXT = enum.auto()
     """Close the second client, if any, and open another one."""
     OTHER = enum.auto()
-    """A sample of the second client: its `Backend`, or None while the pooler makes it wait for one."""
+    """A sample of the second client: its `Backend`, or None while the pooler keeps it waiting."""
     MARK = enum.auto()
     """A sample of our own session that also marks it."""
     UNMARK = enum.auto()
     """The same, and removes the mark."""
 
 
-# Each client follows itself and the other one: taking turns alone would look like two sessions in a pool of two that
-# hands out its sessions in rotation.
+# Each client sends both after itself and after the other one. If they only took turns, a shared pool of two sessions
+# that are handed out in rotation would look like two separate sessions.
 _ROUND = (_Step.OTHER, _Step.OURS, _Step.OURS, _Step.OTHER, _Step.OTHER, _Step.OURS)
 
 
 def _proof() -> Generator[_Step, Backend | None, Backend]:
-    """Returns our backend when it is proven to be ours alone; raises when it is not."""
+    """Returns our backend once it is proven to be ours alone; raises if it is shared."""
     ours = yield _Step.OURS
     assert ours is not None
     rounds = 0
@@ -191,8 +193,9 @@ def _proof() -> Generator[_Step, Backend | None, Backend]:
                 other = found
             if moved:
                 raise shared_error()
-        # A second client that waits for a session while ours answers: a shared pool would have served it from ours, or
-        # would have made us wait behind it. One that came by another pooler has shown nothing.
+        # A second client that waits while ours is served proves that the pool is not shared: a shared pool would have
+        # run its statement on our session, or would have made us wait behind it. A client of another pooler proves
+        # nothing.
         if other is None or other.client == ours.client:
             rounds += 1
         if rounds == ROUNDS:
@@ -205,13 +208,13 @@ def _proof() -> Generator[_Step, Backend | None, Backend]:
 
 
 class Sample(Protocol):
-    """Runs `same_backend` on our connection, in autocommit; with a mark, `mark_backend`."""
+    """Runs `same_backend` on our connection in autocommit mode, or `mark_backend` if there is a mark."""
 
     def __call__(self, mark: str | None = None) -> Steps[Backend]: ...
 
 
 def prove(connection: AnyConnection, sample: Sample) -> Steps[Backend]:
-    """Our backend, proven to be ours alone.
+    """Prove that our backend serves this connection only, and return it.
 
     Raises `UnsafeSessionError` if the pooler shares it. Raises `ConnectionError` if that cannot be found out because no
     second connection can be opened or used: a lock on a session that may be shared is worse than none.
@@ -244,7 +247,7 @@ def prove(connection: AnyConnection, sample: Sample) -> Steps[Backend]:
 
 
 def sampled(connection: AnyConnection, mark: str | None = None) -> Steps[Backend]:
-    """Which backend a statement runs on. Not prepared: that would leave a trace on a backend that may be shared."""
+    """The backend that a statement runs on. Never prepared: the backend may be shared, and would keep the statement."""
     name, params = sample_of(mark)
     cursor = yield plain_cursor(connection).execute(statement(name), params, prepare=False)
     return Backend(*(yield cursor.fetchone()))
@@ -259,10 +262,11 @@ def sample_of(mark: str | None) -> tuple[str, dict[str, str]]:
 
 
 class _SecondClient:
-    """Sends a sample and reads its answer without blocking: the pooler may keep it waiting for longer than we do."""
+    """Sends samples and reads their answers without blocking, because the pooler may let it wait longer than we
+    want."""
 
     def __init__(self, connection: AnyConnection) -> None:
-        self._connection = connection  # psycopg would warn if it were dropped before it is closed
+        self._connection = connection  # keep a reference: psycopg warns if a connection is dropped before it is closed
         self._pgconn = connection.pgconn
         self._found: Backend | None = None
         self._asked = False
@@ -275,7 +279,7 @@ class _SecondClient:
         self._pgconn.finish()
 
     def ask(self) -> float:
-        """Send a sample unless one is under way. Returns how long to wait for its answer."""
+        """Send a sample unless one is under way. Returns how long to wait for the answer."""
         if self._asked:
             return 0.0
         self._pgconn.send_query(statement("same_backend"))
@@ -314,7 +318,7 @@ async def _asked(second: _SecondClient) -> Backend | None:
                 readable.clear()
             return found
     except TimeoutError:
-        return second.answer()  # a loop that was held up finds the answer here
+        return second.answer()  # the answer may have come while the loop was busy
     finally:
         loop.remove_reader(descriptor)
 
@@ -329,7 +333,7 @@ def _asked_blocking(second: _SecondClient) -> Backend | None:
 
 
 def _params_of_second_client(pgconn: pq.abc.PGconn) -> dict[str, str]:
-    """What our connection was opened with, and exactly the server that it found; secrets included."""
+    """The parameters of our connection, secrets included, with the exact server that it is connected to."""
     given = {option.keyword.decode(): option.val.decode() for option in pgconn.info if option.val}
     here = {"host": pgconn.host, "hostaddr": pgconn.hostaddr, "port": pgconn.port, "password": pgconn.password}
     given.pop("hostaddr", None)

@@ -1,8 +1,8 @@
-"""How a DSN is checked and completed with our settings, and how its secrets are kept out of every text.
+"""Checks a DSN, completes it with our settings, and keeps its secrets out of every text.
 
-Pure except for reading libpq's environment variables. Settings travel in the startup packet (`options`): that costs no
-round trip, and they override what the DBA set for the role or the database. What the user writes into the DSN overrides
-ours, unless it would break a promise: then it is refused, before anything is opened.
+Pure except for reading libpq's environment variables. Settings are sent in the startup packet (`options`): that needs
+no round trip, and overrides what the DBA has set for the role or the database. Settings in the user's DSN override
+ours. A setting that would break a promise is refused before anything is opened.
 
 No text made here may contain a password.
 """
@@ -35,40 +35,40 @@ __all__ = [
     "whole_ms",
 ]
 
-# A callable serves passwords that expire: it is asked before every connect.
+# A callable is for passwords that expire: it is called before every connect.
 Dsn = str | Callable[[], str | Awaitable[str]]
 
-# With any of these libpq knows where to go; user, password and the rest only refine it.
+# Any of these tells libpq which server or database to connect to; the other variables only refine that.
 LIBPQ_VARIABLES = ("PGHOST", "PGHOSTADDR", "PGSERVICE", "PGDATABASE")
 CONNECT_TIMEOUT_S = 10
 KEEPALIVE_S_MAX = 60.0
 APPLICATION_NAME_BYTES_MAX = 63
 
-# The session keeps its promises only with these values: set at connect, and read back before any lock is taken. A DSN
-# that asks for others is refused.
+# The session keeps its promises only with these values. They are set at connect and read back before any lock is taken;
+# a DSN with other values is refused.
 REQUIRED = {
     "idle_session_timeout": "0",
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
 }
-# These the session needs as well, but people set them for statements of their own, and none of those runs here: ours
-# override theirs. A leader would miss a warning that the server does not send, and a function of the same name in
-# another schema must not be found first.
+# The session also needs these values. Users set them for their own statements, none of which runs here, so our values
+# override theirs: a leader must get the server's warnings, and the search path must not lead to functions of the same
+# name in another schema.
 FORCED = {"client_min_messages": "warning", "search_path": "pg_catalog"}
-# Text from a database in SQL_ASCII would arrive as bytes. The protocol has a field of its own for this one.
+# Without it, text from an SQL_ASCII database arrives as bytes. It has its own parameter in the startup packet.
 CLIENT_ENCODING = "UTF8"
 _STANDBY_ATTRS = ("standby", "prefer-standby", "read-only")
 _SECRETS = ("password", "sslpassword", "oauth_client_secret", "passfile")
 
 
 def whole_ms(duration_s: float) -> int:
-    """A timeout as the server is told it, and shows it again. Never zero, which would switch it off."""
+    """A timeout in the milliseconds that the server takes and shows. Never zero, which would switch it off."""
     return max(1, round(duration_s * 1000))
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSettings:
-    """What a dedicated session is opened with."""
+    """The settings with which a dedicated session is opened."""
 
     application_name: str
     statement_timeout_s: float
@@ -76,7 +76,8 @@ class ConnectionSettings:
     """T: the server drops the session of a leader that has been silent for this long."""
     allow_pooler: bool = False
     idle_timeout_s: float = 0.0
-    """The lease from the beginning, for a session that is never silent; 0: it begins with the lock."""
+    """The lease from the connect on, for a session with heartbeats from its start; 0: the lease begins with the
+    lock."""
 
     @property
     def statement_timeout_ms(self) -> int:
@@ -92,13 +93,13 @@ class ConnectionSettings:
 
 
 def libpq_knows_where(environ: Mapping[str, str] | None = None) -> bool:
-    """Does an empty DSN lead to a database that the environment names?"""
+    """Do libpq's environment variables say where an empty DSN connects to?"""
     env = os.environ if environ is None else environ
     return any(env.get(name) for name in LIBPQ_VARIABLES)
 
 
 async def resolve(dsn: Dsn) -> str:
-    """The DSN as text, asked for anew if it is a callable."""
+    """The DSN as text. A callable is called each time."""
     if isinstance(dsn, str):
         return dsn
     given = dsn()
@@ -120,7 +121,7 @@ def check_dsn(dsn: object) -> None:
 
 
 def connect_params(dsn: str, settings: ConnectionSettings) -> dict[str, str]:
-    """The user's DSN completed for a dedicated session: keyword parameters for `psycopg.AsyncConnection.connect`."""
+    """The parameters of `psycopg.AsyncConnection.connect` for a dedicated session: the user's DSN and our settings."""
     given = dict(_parsed(dsn, os.environ.get("PGOPTIONS", "")))
     keepalive_s = min(settings.lease_s, KEEPALIVE_S_MAX)
     ours = {
@@ -132,7 +133,7 @@ def connect_params(dsn: str, settings: ConnectionSettings) -> dict[str, str]:
         "tcp_user_timeout": str(int(keepalive_s * 1000 * 2 / 3)),
     }
     if not settings.allow_pooler:
-        # Later options win: the user's over ours, but for what we depend on.
+        # Later options win: the user's options override ours, except for those that we depend on.
         user_options = given.pop("options", None) or os.environ.get("PGOPTIONS", "")
         ours["options"] = " ".join(filter(None, [_options(settings), user_options, _as_options(FORCED)]))
     return {**ours, **given, "client_encoding": CLIENT_ENCODING}
@@ -141,9 +142,9 @@ def connect_params(dsn: str, settings: ConnectionSettings) -> dict[str, str]:
 def plain_params(
     dsn: str, application_name: str, *, connect_timeout_s: int = CONNECT_TIMEOUT_S, options: str = ""
 ) -> dict[str, str]:
-    """The user's DSN completed for a plain connection, which may lead to a pooler or a standby.
+    """The parameters of a plain connection, which may lead to a pooler or a standby.
 
-    `options` are settings that win over the user's. Without them none is sent: a pooler may refuse a client for them.
+    `options` are settings that override the user's. Without them, none of ours is sent: some poolers refuse them.
     """
     given = dict(_parsed(dsn, os.environ.get("PGOPTIONS", "")))
     if options:
@@ -154,7 +155,7 @@ def plain_params(
 
 
 def _ours(given: Mapping[str, str], application_name: str, connect_timeout_s: int) -> dict[str, str]:
-    """What every connection of ours gets, unless the user says otherwise."""
+    """The parameters of every connection of ours, unless the user gives them."""
     ours = {
         "application_name": os.environ.get("PGAPPNAME") or application_name,
         "connect_timeout": os.environ.get("PGCONNECT_TIMEOUT") or str(connect_timeout_s),
@@ -166,13 +167,13 @@ def _ours(given: Mapping[str, str], application_name: str, connect_timeout_s: in
 
 
 def default_application_name(label: str) -> str:
-    """Says in `pg_stat_activity` which lock and which node this is, in the 63 bytes that PostgreSQL keeps."""
+    """An application name that shows lock and node in `pg_stat_activity`, in the 63 bytes that PostgreSQL keeps."""
     text = f"pgleaderlock {label} {socket.gethostname()}/{os.getpid()}"
     return "".join(char if " " <= char <= "~" else "?" for char in text)[:APPLICATION_NAME_BYTES_MAX]
 
 
 def scrub(text: str, params: Mapping[str, str]) -> str:
-    """The text in one line, without any secret of these parameters and without libpq's advice: we give our own."""
+    """The text in one line, without the secrets of these parameters and without libpq's hints: we add our own."""
     text = re.sub(r"\n\t(?:Is the server running|This probably means)[^\n]*(?:\n\t[^\n]*)*", "", text)
     for key in _SECRETS:
         if secret := params.get(key):
@@ -180,7 +181,7 @@ def scrub(text: str, params: Mapping[str, str]) -> str:
     return " ".join(text.split())
 
 
-@lru_cache(maxsize=32)  # parsed when the lock is made, and again at each connect
+@lru_cache(maxsize=32)  # parsed when a lock is created, and again at each connect
 def _parsed(dsn: str, environment_options: str) -> Mapping[str, str]:
     if "\0" in dsn:
         raise ConfigurationError("the DSN has a NUL character in it: remove it")
@@ -192,7 +193,7 @@ def _parsed(dsn: str, environment_options: str) -> Mapping[str, str]:
     try:
         params = {key: str(value) for key, value in conninfo_to_dict(dsn.strip()).items() if value is not None}
     except (psycopg.Error, UnicodeError):
-        # libpq's own text quotes pieces of what it could not parse, and a piece may be the password.
+        # libpq's error quotes parts of the text that it could not parse, and a part may be the password.
         raise ConfigurationError(
             "the DSN cannot be parsed: write postgresql://user:password@host:5432/database or "
             "'host=… dbname=…', with special characters of the password percent-encoded (@ as %40, / as %2F)"

@@ -1,4 +1,4 @@
-"""What a failed connect, a refused statement or an unfit session is called, and what the user can do about it.
+"""Maps a failed connect, a refused statement or an unfit session to an error, with what the user can do about it.
 
 Pure. No text made here may contain a secret of a DSN.
 """
@@ -34,14 +34,14 @@ __all__ = [
 ]
 
 
-# --- The dedicated session: what a library's caller is told
+# --- The dedicated session: errors for programs
 
 
-# A pooler that refuses the settings which we send at connect: PgBouncer and the pools that are made of it, RDS Proxy.
+# Poolers that refuse the settings which we send at connect: PgBouncer and products built on it, RDS Proxy.
 _REFUSES_SETTINGS = "unsupported startup parameter|RDS Proxy currently doesn.t support"
-# What only a pooler says. Names of databases and roles are quoted in errors, so a mere product name proves nothing.
-# The tests see the words of PgBouncer. Those of RDS Proxy and Supavisor are from their documentation, those of pgcat,
-# Odyssey and PgDog from their source: none of these was run.
+# Errors that only poolers send. Errors quote names of databases and roles, so a product name alone proves nothing. The
+# tests check the messages of PgBouncer. Those of RDS Proxy and Supavisor come from their documentation, those of pgcat,
+# Odyssey and PgDog from their source code: none of these was run.
 _POOLER = (
     f"{_REFUSES_SETTINGS}|this RDS Proxy has no credentials"
     "|no pool configured for database: "  # pgcat
@@ -69,11 +69,12 @@ def connect_error(error: psycopg.Error, params: Mapping[str, str], *, allow_pool
 
 
 def statement_error(name: str, error: Exception, text: str) -> PgLeaderLockError:
-    """What a failed statement is called; `text` is what the server said, without secrets."""
+    """The error for a failed statement; `text` is the server's message, without secrets."""
     sqlstate = getattr(error, "sqlstate", None)
     if sqlstate == "53200":  # out_of_memory: for us it is always the shared lock table
         return LockError(lock_table_full(text))
-    # Only our own backend knows the probe (invalid_sql_statement_name), and not before we prepare it (duplicate_…).
+    # The probe exists on our own backend only (else invalid_sql_statement_name), and only after we have prepared it
+    # (else duplicate_prepared_statement): either error means another backend.
     if (name, sqlstate) in (("probe", "26000"), ("ledger_heartbeat", "26000"), ("identify", "42P05")):
         return moved_error()
     if sqlstate in ("42P01", "3F000", "42883"):  # undefined table, schema, function
@@ -88,7 +89,7 @@ def lock_table_full(detail: str) -> str:
 
 
 def safe_cause(error: Exception, params: Mapping[str, str]) -> Exception | None:
-    """The original as the cause, unless its text would put a secret into a traceback."""
+    """The original error as the cause, unless its text would put a secret into a traceback."""
     text = str(error)
     return error if " ".join(text.split()) == scrub(text, params) else None
 
@@ -131,7 +132,7 @@ def version_error(server_version: int) -> UnsafeSessionError:
     )
 
 
-# --- A connect that failed, in the words of the command line: libpq's text, and what to do about it
+# --- A failed connect on the command line: libpq's text, and what to do about it
 
 
 class Unreachable(ConnectionError):
@@ -150,7 +151,7 @@ def unreachable(error: psycopg.Error, params: Mapping[str, str]) -> Unreachable:
 
 
 def explained(error: PgLeaderLockError) -> PgLeaderLockError:
-    """The same error with what to do about it, in the words of the command line."""
+    """The same error with what to do about it on the command line."""
     if isinstance(error, UnsafeSessionError):
         return UnsafeSessionError(error.reason, _in_flags(str(error)))
     if isinstance(error, Unreachable) or not isinstance(error, ConnectionError):
@@ -165,7 +166,7 @@ def _in_flags(text: str) -> str:
 
 
 def hopeless(error: BaseException) -> bool:
-    """Will it fail again and again until the command, the server's configuration or its rights are changed?"""
+    """Will every retry fail until somebody changes the command, the server's configuration or its privileges?"""
     if isinstance(error, UnsafeSessionError):
         return error.reason != "standby"  # a standby may be promoted
     told = explained(error) if isinstance(error, ConnectionError) else error
@@ -178,7 +179,7 @@ class _Reason:
     pattern: re.Pattern[str]
     remedy: str
     waiting_helps: bool = False
-    """May the same call succeed later without any change?"""
+    """Could the same call succeed later without any change?"""
 
     def told(self, text: str) -> Unreachable:
         return Unreachable(f"{text}; {self.remedy}", self.kind, waiting_helps=self.waiting_helps)
@@ -188,8 +189,8 @@ def _reason(kind: str, pattern: str, remedy: str, *, waiting_helps: bool = False
     return _Reason(kind, re.compile(pattern, re.IGNORECASE), remedy, waiting_helps)
 
 
-# libpq gives no code for a failed connect, only a text, and the server's part of it may be in the server's language.
-# The first pattern that matches counts; a text that matches none is shown as it is.
+# libpq gives only a text for a failed connect, no code, and the server's part of it may be in the server's language.
+# The first matching pattern counts; a text that matches none is shown unchanged.
 _REASONS = (
     _reason(
         "pooler",

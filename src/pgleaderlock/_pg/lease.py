@@ -1,9 +1,9 @@
-"""What stands in for a dedicated session where there is none: single messages through any pooler, each under a number.
+"""The lease in place of a dedicated session: single messages through any pooler, each with a number.
 
-It has the methods of `DedicatedSession` that a ledger uses. A broken connection is no lost lease. Each write is one
-message and one transaction, which begins with the owner's own row. If its answer is lost, the same is asked again under
-the next number: the server carries a message out only if its number is higher than the last, so what was asked before
-has happened by then, or never will.
+It has the methods of `DedicatedSession` that a ledger uses. A lease survives a broken connection. Each write is one
+message and one transaction, which begins by updating the lease's own row. If the answer is lost, the message is sent
+again with the next number. The server carries out a message only if its number is higher than the last one, so by then
+the earlier message has been carried out, or never will be.
 
 Must never leave anything behind in a backend: no lock, no setting, no prepared statement, no LISTEN. A `fork()`ed child
 must not keep the socket: its copy is replaced by /dev/null.
@@ -34,23 +34,23 @@ from pgleaderlock.retry import ExponentialBackoff
 
 __all__ = ["LeaseSession"]
 
-# The same for every node: a pooler sends a SET whenever a backend's next client has another one.
+# The same for every node: a pooler sends a SET whenever the next client of a backend has another application name.
 APPLICATION_NAME = "pgleaderlock lease"
 AGAIN = ExponentialBackoff(base_s=0.05, max_s=0.8)
-# Reads name the session, too, and need no number.
+# Reads with a session_id, which need no number.
 READS = frozenset({"ledger_owned", "ledger_namesakes", "lease_ended"})
 OVER = "PGL06"
-# The same message will be refused again: a missing table, schema, function or grant, a standby, a full lock table, an
-# isolation level that a lease cannot have.
+# Errors for which a retry is pointless: a missing table, schema, function or grant, a standby, a full lock table, an
+# isolation level that a lease cannot use.
 HOPELESS = frozenset({"42P01", "3F000", "42883", "42501", "25006", "53200", "PGL03"})
 
 
 class _Unknown(Exception):
-    """The message was carried out, or was not, or will be."""
+    """The outcome is unknown: the server may have carried out the message, may never do so, or may do so later."""
 
 
 class LeaseSession:
-    """The connection of one lease, opened anew as often as needed, and the numbers of its messages."""
+    """The connection of one lease, reopened as often as needed, and the numbers of its messages."""
 
     def __init__(self, dsn: Dsn, settings: ConnectionSettings, *, clock: Clock, rng: random.Random) -> None:
         self._dsn = dsn
@@ -61,26 +61,26 @@ class LeaseSession:
         self._warnings: list[str] = []
         self._number = 0
         self.key = str(uuid.uuid4())
-        """Known to the owner alone: who has it can act as the lease."""
+        """A secret of the owner: any client that has it can act as the lease."""
         self.opened = False
-        """The lease is recorded. Before that, a failure is told at once."""
+        """The lease is recorded. Until then, a failure is raised at once."""
         self.asked_again = False
-        """The last rows answer a repetition: an earlier message may have done it, and its answer was lost."""
+        """The last rows answer a repeated message: an earlier one, whose answer was lost, may have done the work."""
         self.unanswered: str | None = None
-        """Why what was last asked once got no answer; None if it did."""
+        """Why the last message that is sent only once got no answer; None if it got one."""
         self.doubts: list[str] = []
-        """Always empty: what leaves the outcome open is asked again."""
+        """Always empty: a message with an unknown outcome is sent again."""
 
     def recorded(self) -> None:
         self.opened = True
 
     async def lost(self) -> ConnectionError:
-        """Never: the next message finds out, and opens another connection."""
+        """Never returns: the next message notices a broken connection, and opens another one."""
         never: asyncio.Future[ConnectionError] = asyncio.get_running_loop().create_future()
         return await never
 
     async def verify(self) -> None:
-        """Any backend will do. What a message depends on is set or checked by the message itself."""
+        """Nothing to check: any backend will do, and each message sets or checks what it depends on."""
 
     async def wait(self, keys: KeyPair, wait_s: float) -> bool:
         """There is no lock to wait for."""
@@ -92,9 +92,9 @@ class LeaseSession:
             await connection.close()
 
     async def rows(self, name: str, row_factory: Any = dict_row, /, *lead_in: str, **params: object) -> list[Any]:
-        """The rows of a named statement, asked for until they are there; `lead_in` comes before it in the message.
+        """The rows of a named statement, sent until there is an answer; `lead_in` comes before it in the message.
 
-        Raises when the lease is over, or when there was no answer for T: by then others may have ended it.
+        Raises when the lease is over, or when there was no answer for T: by then other nodes may have ended the lease.
         """
         until = self._clock.now() + self._settings.lease_s
         attempt = 0
@@ -110,7 +110,7 @@ class LeaseSession:
             await self._clock.sleep(delay_s)
 
     async def rows_if_answered(self, name: str, row_factory: Any = dict_row, /, **params: object) -> list[Any]:
-        """The same, asked once, and no rows without an answer. Raises what the server would refuse again."""
+        """The same, sent only once; no rows if there is no answer. Raises errors for which a retry is pointless."""
         try:
             found = await self._once(name, row_factory, (), params)
         except _Unknown as unknown:
@@ -120,7 +120,7 @@ class LeaseSession:
         return found
 
     async def rows_or_none(self, name: str, row_factory: Any = dict_row, /, **params: object) -> list[Any]:
-        """The same for what may fail: asked once, and no rows if that failed."""
+        """The same for a statement that may fail: sent only once, and no rows after any failure."""
         try:
             return await self.rows_if_answered(name, row_factory, **params)
         except PgLeaderLockError:
@@ -145,7 +145,7 @@ class LeaseSession:
             await self.close()
             raise self._failed(name, error) from safe_cause(error, self._params)
         except BaseException:
-            # Cancelled or too late: the outcome is unknown, whatever is answered.
+            # Cancelled or too late: the outcome is unknown, whatever the server still answers.
             await self._abandon(connection, running)
             raise
         if self._warnings:
@@ -156,7 +156,7 @@ class LeaseSession:
     def _message(
         self, name: str, lead_in: tuple[str, ...], params: dict[str, object]
     ) -> tuple[bytes, int, dict[str, object]]:
-        """The statement with what goes before and after it, and its place among them."""
+        """The message: the statement between those that must come before and after it, and its position among them."""
         if "session_id" not in params or name in READS:
             return statement(name), 0, params
         self._number += 1
@@ -167,11 +167,11 @@ class LeaseSession:
     async def _connected(self) -> psycopg.AsyncConnection[Any]:
         if self._connection is None or self._connection.closed:
             await self.close()
-            timeout_s = math.ceil(self._settings.statement_timeout_s)  # a pooler that stands keeps a client waiting
+            timeout_s = math.ceil(self._settings.statement_timeout_s)  # a frozen pooler would keep us waiting
             try:
                 self._params = plain_params(await resolved(self._dsn), APPLICATION_NAME, connect_timeout_s=timeout_s)
                 self._connection = await connect(self._params)
-            except ConnectionError as error:  # of a DSN that is a callable
+            except ConnectionError as error:  # the DSN is a callable, which has failed
                 if self.opened:
                     raise _Unknown(str(error)) from None
                 raise
@@ -185,7 +185,7 @@ class LeaseSession:
 
     def _let_go_in_child(self, null: int) -> None:
         if self._connection is not None:
-            # libpq closes the socket of a broken connection, and its number may be that of another file by now.
+            # libpq closes the socket of a broken connection, and another file may have its descriptor number by now.
             with contextlib.suppress(psycopg.OperationalError):
                 os.dup2(null, self._connection.pgconn.socket)
 
@@ -215,7 +215,7 @@ class LeaseSession:
 async def _execute(
     connection: psycopg.AsyncConnection[Any], message: bytes, params: Mapping[str, object], row_factory: Any
 ) -> list[list[Any]]:
-    """The rows of each statement of a message."""
+    """Run a message; returns the rows of each of its statements."""
     cursor = connection.cursor(row_factory=row_factory)
     await cursor.execute(message, params)
     found = [await cursor.fetchall()]
@@ -225,11 +225,11 @@ async def _execute(
 
 
 _sessions: "weakref.WeakSet[LeaseSession]" = weakref.WeakSet()
-"""Those that have had a connection."""
+"""The leases that have had a connection."""
 
 
 def _let_go_in_child() -> None:
-    """In a forked child: what it sends or closes must not reach the parent's connections."""
+    """In a forked child: nothing that it sends or closes may reach the parent's connections."""
     null = os.open(os.devnull, os.O_RDWR)
     for session in list(_sessions):
         session._let_go_in_child(null)  # noqa: SLF001 - it is our own

@@ -1,7 +1,8 @@
-"""Listens for notifications on a connection of its own. A notification is a hint and never a fact.
+"""Listens for notifications on a separate connection. A notification is a hint, never a fact.
 
-A lost one costs the time until the next tick, a forged one a tick too many. The connection is a second one because a
-listener that is stopped under a flood of notifications never looks idle to the server, so that its lease would not end.
+A lost hint delays the node until its next tick; a forged one causes one tick too many. The connection is separate from
+the session that holds the locks: while notifications flood in, the server never sees a frozen listener as idle, so the
+lease of such a session would not end.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ async def listen(
 ) -> None:
     """Call `wake` with the payload of every notification, until cancelled. The election works without it, too.
 
-    opened: is given each connection, for an owner that may have to close it when this task can no longer run.
+    opened: called with each connection, for an owner that must close it when this task can no longer run.
     """
     failures = 0
     while True:
@@ -65,7 +66,7 @@ async def listen(
                     raise pooler_error("the server session behind this connection is not ours alone")
                 await connection.execute(listen_statement(channel))
                 failures = 0
-                wake("")  # for the notifications that were missed while it did not listen
+                wake("")  # notifications may have been missed while it was not listening
                 async for notification in connection.notifies():
                     wake(notification.payload)
             except (psycopg.Error, ConnectionError) as error:

@@ -1,6 +1,6 @@
-"""Named statements outside the dedicated session: on one plain connection, or on a few that are shared.
+"""Named statements outside the dedicated session: on one plain connection, or on a small shared pool.
 
-A plain connection has no lease and none of a leader's settings, and a pooler or a standby may answer. Every statement
+A plain connection has no lease and none of a leader's settings, and may lead to a pooler or a standby. Every statement
 has a deadline. A connection that does not answer in time, or whose caller is cancelled, is cut and closed.
 
 Must never put a secret of the DSN into an error.
@@ -31,7 +31,7 @@ SEVER_TIMEOUT_S = 1.0
 POOL_CONNECT_TIMEOUT_S = 5
 POOL_STATEMENT_TIMEOUT_S = 5.0
 POOL_REFUSED_FOR_S = 0.5
-"""After a failed connect no other question of the pool connects for so long."""
+"""After a failed connect, the pool does not connect again for this long."""
 POOL_IDLE_S = 30.0
 POOL_LOG_INTERVAL_S = 5.0
 POOL_OPTIONS = (
@@ -40,23 +40,23 @@ POOL_OPTIONS = (
 
 
 class Unanswered(ConnectionError):
-    """The server has not answered within the deadline."""
+    """The server did not answer within the deadline."""
 
 
 class Inexpressible(ConnectionError):
-    """The database cannot express what was asked for, such as a letter that its encoding does not have."""
+    """A parameter cannot be expressed in the database, such as a letter that its encoding does not have."""
 
 
 class Crowded(ConnectionError):
-    """Too many questions wait for a connection."""
+    """Too many statements wait for a connection."""
 
 
 async def execute(
     connection: psycopg.AsyncConnection[Any], name: str, params: Mapping[str, object]
 ) -> list[dict[str, Any]]:
-    """The rows of one named statement; raises what psycopg raises.
+    """The rows of one named statement; raises psycopg's errors.
 
-    Parameters are bound here and not at the server, so that a condition which is not asked for costs nothing.
+    Parameters are bound on the client, so that the server can plan away a condition whose parameter is NULL.
     """
     async with psycopg.AsyncClientCursor(connection, row_factory=dict_row) as cursor:
         await cursor.execute(statement(name), params)
@@ -70,7 +70,7 @@ class PlainConnection:
         self._connection = connection
         self.answer_timeout_s = ANSWER_TIMEOUT_S
         self.params = params
-        """What it was opened with, secrets included: never to be shown."""
+        """The connection parameters, secrets included: never show them."""
 
     @classmethod
     async def open(cls, dsn: str, application_name: str) -> Self:
@@ -96,7 +96,7 @@ class PlainConnection:
         await self._connection.close()
 
     def finish(self) -> None:
-        """Close from a callback, which cannot wait."""
+        """Close without waiting, for callbacks."""
         self._connection.pgconn.finish()
 
     @property
@@ -105,12 +105,12 @@ class PlainConnection:
 
     @property
     def protocol_pid(self) -> int:
-        """The backend's pid as the protocol told it."""
+        """The backend's pid from the protocol's start-up (behind a pooler, the pooler's own)."""
         return self._connection.pgconn.backend_pid
 
     @property
     def server_version(self) -> int:
-        """As in 150004; a pooler passes on what the server said."""
+        """A number such as 150004; a pooler passes on the server's."""
         return self._connection.pgconn.server_version
 
     @property
@@ -119,11 +119,11 @@ class PlainConnection:
 
     @property
     def address(self) -> str:
-        """The numeric address that was connected to; empty for a socket."""
+        """The numeric address of the server; empty for a Unix socket."""
         return self._connection.info.hostaddr
 
     async def rows(self, name: str, **params: object) -> list[dict[str, Any]]:
-        """The answer to a named statement, or a `ConnectionError` that says why there is none."""
+        """The rows of a named statement. Raises a `ConnectionError` that says why there is no answer."""
         asking = asyncio.ensure_future(execute(self._connection, name, params))
         asking.add_done_callback(retrieve)
         try:
@@ -141,12 +141,12 @@ class PlainConnection:
         except psycopg.Error as error:
             raise ConnectionError(f"the server refused {name!r}: {scrub(str(error), self.params)}") from None
         except BaseException:
-            await self.close()  # what the connection is in the middle of is not known
+            await self.close()  # the state of the connection is unknown
             raise
 
     @contextlib.asynccontextmanager
     async def rolled_back(self) -> AsyncIterator[None]:
-        """What is asked within leaves nothing behind."""
+        """A transaction that is rolled back: the statements in it leave nothing behind."""
         try:
             async with self._connection.transaction(force_rollback=True):
                 yield
@@ -159,7 +159,7 @@ class PlainConnection:
         return row
 
     async def backend_is_shared(self) -> bool | None:
-        """Does a pooler give our server session to other clients as well? None if that cannot be found out."""
+        """Does a pooler share our server session with other clients? None if that cannot be found out."""
 
         def sample(mark: str | None = None) -> Steps[Backend]:
             name, params = sample_of(mark)
@@ -174,7 +174,7 @@ class PlainConnection:
         return False
 
     async def _cut(self, asking: "asyncio.Future[list[dict[str, Any]]]") -> None:
-        # A cancelled psycopg call would ask a silent server to cancel, and wait for that.
+        # Cancelling the call would make psycopg send a cancel request to a silent server, and wait for it.
         sever(self._connection)
         await asyncio.wait([asking], timeout=SEVER_TIMEOUT_S)
         asking.cancel()
@@ -184,8 +184,8 @@ class PlainConnection:
 class ReadPool:
     """Runs named statements (`history.Asks`) on a few read-only connections, opened when they are needed.
 
-    No question waits for a database that is away: for a moment after a failure each is refused at once, then the next
-    one tries again.
+    While the database is unreachable, callers do not wait: for a moment after a failed connect every statement is
+    refused at once, then the next one connects again.
     """
 
     def __init__(self, dsn: Dsn, *, connections_max: int = 4, waiting_max: int = 64) -> None:
@@ -202,7 +202,7 @@ class ReadPool:
         self._log = get_logger("pgleaderlock.dashboard")
 
     async def rows(self, name: str, **params: object) -> list[dict[str, Any]]:
-        """The answer, or a `ConnectionError`."""
+        """The rows of a named statement, or a `ConnectionError`."""
         if self._waiting >= self._waiting_max:
             raise Crowded(f"{self._waiting} questions wait for the database already")
         self._waiting += 1
@@ -232,7 +232,7 @@ class ReadPool:
             except ConnectionError:
                 if not kept.closed:
                     raise
-                # It had ended since it was used last: only what a new one says counts.
+                # This connection had ended since its last use, so its error means nothing: use a new one.
         return await self._asked(await self._connect(), name, params)
 
     async def _asked(
@@ -281,7 +281,7 @@ class ReadPool:
         return connection
 
     def _complain(self, error: ConnectionError) -> None:
-        # A database that is away fails every question: one line every few seconds says as much.
+        # While the database is unreachable, every statement fails: log one line every few seconds.
         if time.monotonic() - self._logged_at >= POOL_LOG_INTERVAL_S:
             self._logged_at = time.monotonic()
             self._log.warning("ledger_failed", error=str(error))

@@ -1,4 +1,4 @@
-"""The dedicated connection: opens, checks, sets up, runs named statements, notices its own end.
+"""The dedicated session: opens and checks a connection, runs named statements on it, and notices its end.
 
 One connection, autocommit, never from a pool. Three rules hold it together:
 
@@ -55,28 +55,28 @@ Row = TypeVar("Row")
 VERSION_MIN = 140000
 SEVER_TIMEOUT_S = 1.0
 ZOMBIE_WAIT_MS = 1000
-# A wait for a synchronous standby that is cancelled, or ended by a shutdown, is a mere warning: committed here, and
-# perhaps nowhere else. Other warnings say nothing about the outcome.
+# The server only warns when a wait for a synchronous standby was cancelled, or ended by a shutdown: the transaction is
+# committed on this server, but perhaps not on the standby. Other warnings do not concern the outcome.
 UNKNOWN_OUTCOME = frozenset({"01000", "57P01"})
 
 
 @dataclass(frozen=True, slots=True)
 class SessionIdentity:
-    """Exactly one backend of one server: a pid alone may belong to another backend by now."""
+    """One backend, identified by its pid and its start time: another backend may have the same pid by now."""
 
     pid: int
     started: str
 
 
 class Session(Protocol):
-    """What a lock needs of a connection."""
+    """The session that a lock works on."""
 
     identity: SessionIdentity | None
-    """Which backend this is, once a probe has asked; None for a session that does not know."""
+    """The backend, known after the first probe; None for a session that cannot find it out."""
 
     @property
     def identified(self) -> bool:
-        """False while a probe would still learn something: it is then due at once."""
+        """False until the first probe has identified the backend: that probe is due at once."""
         ...
 
     async def take(self, keys: KeyPair) -> bool:
@@ -92,11 +92,11 @@ class Session(Protocol):
         ...
 
     async def unlock(self, keys: KeyPair) -> None:
-        """Give the lock back; raise `LockError` if the server says that it was not held."""
+        """Release the lock; raise `LockError` if the server says that this session did not hold it."""
         ...
 
     async def end_zombie(self, zombie: SessionIdentity) -> bool:
-        """End a session that was ours before a cut; True if it was there."""
+        """End a session of ours that was left over from a lost connection; True if it existed and has ended."""
         ...
 
     async def lost(self) -> ConnectionError:
@@ -104,12 +104,12 @@ class Session(Protocol):
         ...
 
     async def close(self) -> None:
-        """Give the connection back to the system. Never raises, never waits for the server."""
+        """Close the connection. Never raises, never waits for the server."""
         ...
 
 
 class DedicatedSession:
-    """Our own connection, with the lease, the checks and the watch."""
+    """A session on our own connection, with the lease, the checks and the watch on its socket."""
 
     def __init__(
         self, connection: psycopg.AsyncConnection[Any], params: Mapping[str, str], settings: ConnectionSettings
@@ -126,9 +126,9 @@ class DedicatedSession:
         self.identity: SessionIdentity | None = None
         self._probe_name = secrets.token_hex(8)
         self._probed: KeyPair | None = None
-        """The lock that the prepared probe asks for."""
+        """The lock that the prepared probe checks."""
         self.doubts: list[str] = []
-        """Warnings of the last statement that leave open whether its effect will last."""
+        """Warnings of the last statement after which it is unknown whether its commit is durable."""
         _open.add(self)
         connection.add_notice_handler(self._remember_notice)
 
@@ -136,13 +136,13 @@ class DedicatedSession:
 
     @classmethod
     async def open(cls, dsn: Dsn, settings: ConnectionSettings) -> "DedicatedSession":
-        """Connect, or raise `ConnectionError` with a text that names the remedy and no secret."""
+        """Connect. Raises `ConnectionError`, whose text says what to do and contains no secret."""
         params = connect_params(await resolved(dsn), settings)
         try:
             connection = await connect(params)
         except psycopg.Error as error:
             raise connect_error(error, params, allow_pooler=settings.allow_pooler) from safe_cause(error, params)
-        except Exception as error:  # a resolver that fails in its own way
+        except Exception as error:  # resolving a host name may raise something else
             raise ConnectionError(f"cannot connect: {scrub(str(error), params)}") from safe_cause(error, params)
         session = cls(connection, params, settings)
         try:
@@ -197,8 +197,8 @@ class DedicatedSession:
         return bool(row["lease"])
 
     async def wait(self, keys: KeyPair, wait_s: float) -> bool:
-        # Half of deadlock_timeout: the server runs its deadlock check and logs a waiter only after that time, and a
-        # CREATE INDEX CONCURRENTLY that waits for our snapshot is let through between two slices.
+        # A slice lasts at most half of deadlock_timeout: only after that timeout does the server run its deadlock check
+        # and log a waiter. And a CREATE INDEX CONCURRENTLY that waits for our snapshot can go on between two slices.
         slice_s = min(wait_s, self._deadlock_timeout_s / 2, self._settings.statement_timeout_s / 2)
         row = await self._run(
             "wait_for_lock",
@@ -222,7 +222,7 @@ class DedicatedSession:
             )
 
     async def held(self, keys: KeyPair) -> bool:
-        """Proof from the server: this is the backend that took the lock, on a primary, and it still holds it."""
+        """Ask the server: is this the backend that took the lock, on a primary, and does it still hold the lock?"""
         if self._probed is None:
             await self._identify(keys)
         assert self._probed == keys, "a session is probed for one lock"
@@ -232,7 +232,7 @@ class DedicatedSession:
         row = await self._run("identify", **key_params(keys), backend_pid=self._backend_pid, session=self._probe_name)
         if row["backend_pid"] != self._backend_pid:
             await self.close()
-            raise moved_error()  # and never remembered as ours: a zombie of ours is ended
+            raise moved_error()  # do not record it as our identity: our zombies are terminated
         self.identity = SessionIdentity(row["backend_pid"], row["backend_start"])
         self._probed = keys
 
@@ -243,14 +243,14 @@ class DedicatedSession:
 
     async def end_zombie(self, zombie: SessionIdentity) -> bool:
         if self._settings.allow_pooler:
-            return False  # the pooler may have given that very backend to another client, which leads on it now
+            return False  # the pooler may have given that backend to another client, which may lead on it now
         row = await self._run(
             "end_own_zombie", zombie_pid=zombie.pid, zombie_start=zombie.started, wait_ms=ZOMBIE_WAIT_MS
         )
         return bool(row.get("ended"))
 
     async def verify(self) -> None:
-        """Refuse a session on which a lock would exclude nobody, before any lock is asked for."""
+        """Check, before any lock is tried, that a lock on this session excludes other sessions; raise if not."""
         row = await self._run("diagnose")
         if row["backend_pid"] != self._backend_pid or row["in_recovery"] or self._wrong_settings(row):
             await self.close()
@@ -269,11 +269,12 @@ class DedicatedSession:
     async def rows(self, name: str, row_factory: BaseRowFactory[Row], /, **params: object) -> list[Row]: ...
 
     async def rows(self, name: str, row_factory: Any = dict_row, /, **params: object) -> list[Any]:
-        """One named statement, one simple-query message; anything but its rows ends the session."""
+        """Run one named statement as one simple-query message. Any failure ends the session."""
         return await self._rows(name, params, row_factory)
 
     async def rows_or_none(self, name: str, /, **params: object) -> list[dict[str, Any]]:
-        """The same for a statement that may fail: no rows if the server refuses it, and the session goes on."""
+        """The same for a statement that may fail: if the server refuses it, returns no rows, and the session goes
+        on."""
         return await self._rows(name, params, dict_row, may_fail=True)
 
     async def _rows(
@@ -301,8 +302,8 @@ class DedicatedSession:
             await self.close()
             raise self._lose(self._statement_error(name, error)) from safe_cause(error, self._params)
         except BaseException:
-            # Cancelled in mid-statement. psycopg would ask the server to cancel, and wait for it; the outcome is
-            # unknown whatever it answers, so the connection is closed instead.
+            # Cancelled during the statement. psycopg would send a cancel request and wait for it. The outcome is
+            # unknown whatever the server answers, so close the connection instead.
             self._lose(ConnectionError(f"{name!r} was cancelled while the server was at it"))
             await self._abandon(inner)
             raise
@@ -310,7 +311,7 @@ class DedicatedSession:
         return rows
 
     def _is_answer(self, error: Exception) -> bool:
-        """The server has said no, and is ready for the next statement."""
+        """Did the server refuse the statement, and is it ready for the next one?"""
         pgconn = self._connection.pgconn
         refused = isinstance(error, psycopg.Error) and error.sqlstate is not None
         return refused and pgconn.status == pq.ConnStatus.OK and pgconn.transaction_status == pq.TransactionStatus.IDLE
@@ -340,8 +341,8 @@ class DedicatedSession:
             _open.remove(self)
             os.close(self._watched_fd)
         if self._running is not None and not self._running.done():
-            # A task was cancelled while it abandoned a statement, which still uses libpq. The connection is cut, and
-            # its memory is freed when the statement has noticed.
+            # A task was cancelled while it abandoned a statement, and that statement still uses libpq. Cut the
+            # connection now; libpq's memory is freed once the statement has ended.
             sever(self._connection)
             self._running.add_done_callback(lambda _: self._connection.pgconn.finish())
             return
@@ -349,7 +350,7 @@ class DedicatedSession:
 
     def _let_go_in_child(self, null: int) -> None:
         os.dup2(null, self._watched_fd)
-        # libpq closes the socket of a broken connection, and its number may be that of another file by now.
+        # libpq closes the socket of a broken connection, and another file may have its descriptor number by now.
         with contextlib.suppress(psycopg.OperationalError):
             os.dup2(null, self._connection.pgconn.socket)
 
@@ -364,7 +365,7 @@ class DedicatedSession:
             asyncio.get_running_loop().remove_reader(self._watched_fd)
 
     def _readable(self) -> None:
-        """Readable is not lost: it may be a notice or a changed parameter. Read it, then look."""
+        """The socket is readable: it may be the end of the session, or only a notice. Read it, then check."""
         pgconn = self._connection.pgconn
         try:
             pgconn.consume_input()
@@ -435,7 +436,7 @@ _UNITS_MS = {"": 1, "ms": 1, "s": 1000, "min": 60_000, "h": 3_600_000, "d": 86_4
 
 
 def _milliseconds(setting: str) -> int:
-    """A time as `current_setting` shows it: `500ms`, `1s`, `2min`."""
+    """Parse a time as `current_setting` shows it: `500ms`, `1s`, `2min`."""
     match = re.fullmatch(r"(\d+)(ms|s|min|h|d|)", setting)
     return int(match[1]) * _UNITS_MS[match[2]] if match else 1000
 

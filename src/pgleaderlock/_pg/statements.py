@@ -1,7 +1,7 @@
 """Every SQL statement of the library, by name. The texts are in the `.sql` files in `sql/`.
 
-A statement begins at `-- name: NAME`. The comment lines below it say why it is as it is, and are not sent. A line
-`-- include: NAME` stands for the text of another statement, so that what several of them ask is written once.
+A statement begins at `-- name: NAME`. The comment lines below it explain it and are not sent. A line `-- include: NAME`
+is replaced by the text of another statement, so that a part common to several statements is written once.
 """
 
 import re

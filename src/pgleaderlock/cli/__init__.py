@@ -1,7 +1,7 @@
 """The command line. `main` is the entry point of the `pgleaderlock` program.
 
-Importing this package imports nothing outside the standard library, so that a plain installation without the extra
-`cli` gets a sentence that helps and no traceback. Everything else starts in `app`. A leaf: nothing imports it.
+Importing this package imports only the standard library, so that an installation without the extra `cli` gets a helpful
+message instead of a traceback. Everything else starts in `app`. Nothing imports this package.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """`pgleaderlock acquire`: one attempt, answered by the exit code; with `--hold` the lock is kept until a signal.
 
-A `LeaderLock` that never tries twice: a database that fails is an error at once, not a reason to wait.
+It uses a `LeaderLock` that never tries twice: a failing database is an error at once, not a reason to wait.
 
 It must never leave the lock held when it ends.
 """
@@ -34,7 +34,7 @@ __all__ = ["acquire"]
 
 
 class _Once:
-    """A retry strategy for one try. One that waits is the lock's second attempt: the first never waits."""
+    """A retry strategy for one try. To wait at the server, the lock needs a second attempt: the first never waits."""
 
     def __init__(self, *, waits: bool) -> None:
         self._attempts = 2 if waits else 1

@@ -1,7 +1,7 @@
-"""`pgleaderlock migrate`, `epoch advance` and `keys`: what an administrator does to the ledger, and looks up in SQL.
+"""`pgleaderlock migrate`, `epoch advance` and `keys`: an administrator's changes to the ledger, and a lookup in SQL.
 
-`migrate --print` and `keys` must never connect to a database. The output of `keys` is SQL from the first line to the
-last, so that it may be piped into psql: the table is a comment, and a name must never be able to end that comment.
+`migrate --print` and `keys` must never connect to a database. The whole output of `keys` is SQL, so that it can be
+piped into psql: the table is a comment, and a name must never be able to end that comment.
 """
 
 import asyncio
@@ -92,10 +92,10 @@ def advance(dsn: str, roles: tuple[str, ...], every_role: bool, namespace: str, 
     """Move the epoch of each ROLE beyond every number that a lost history can have issued; prints the old and the new.
 
     For a database that was restored from a backup or a snapshot, or failed over without its last commits: epochs that
-    were handed out in the lost time would be handed out again. Whoever leads now loses the role at its next heartbeat;
+    were handed out in the lost time would be handed out again. The current leader loses the role at its next heartbeat;
     waits up to 10 s for fenced transactions to end.
 
-    Roles are advanced one after the other, each in a transaction of its own.
+    Roles are advanced one after the other, each in a separate transaction.
 
     Exit codes: 0 advanced, 2 it was not possible; the epochs of the roles that were not printed are unchanged then.
     """
@@ -156,7 +156,7 @@ def _as_json(lock: LockKey) -> dict[str, object]:
 
 
 def _lines(locks: Sequence[LockKey]) -> list[str]:
-    # The name comes last, because it alone may be long: nothing has to be folded or cut.
+    # The name comes last, because only it may be long: then nothing has to be wrapped or cut.
     lines = [f"-- namespace {printable(locks[0].namespace)}", _row("key1", "key2", "name")]
     lines += [_row(lock.key1, lock.key2, printable(str(lock))) for lock in locks]
     for lock in locks:

@@ -1,6 +1,6 @@
 """`pgleaderlock alerts`: alerting rules for Prometheus, from the defaults and the configuration.
 
-It must never connect to a database: rules are also written where there is none.
+It must never connect to a database: rules are also written on machines without one.
 """
 
 from pathlib import Path

@@ -29,7 +29,7 @@ __all__ = ["COMMANDS", "LazyCommand", "run"]
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """Where a command lives (`module:attribute`), and its line in the list of commands."""
+    """The place of a command (`module:attribute`), and its line in the list of commands."""
 
     target: str
     help: str
@@ -83,7 +83,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # click itself would search the commands that it was given, and suggests since version 8.2 only.
+        # click itself would search only commands that are loaded, and makes suggestions only since version 8.2.
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-") and not ctx.resilient_parsing:
             similar = difflib.get_close_matches(name, COMMANDS, n=3)
@@ -99,7 +99,7 @@ class LazyGroup(click.Group):
 
 @dataclass
 class _Invocation:
-    """What the options before the command's name said."""
+    """The values of the options before the command's name."""
 
     debug: bool = False
 
@@ -139,9 +139,9 @@ def run(argv: Sequence[str] | None = None) -> int:
             obj=invocation,
         )
         sys.stdout.flush()
-    except BaseException as error:  # The last place that can turn an error into an exit code.
+    except BaseException as error:  # this is the last place that can turn an error into an exit code
         if sys.stdout is not stdout:
-            # click's only trace of a broken pipe: it wraps the streams and exits with 1, which means "no" here.
+            # The only trace of a broken pipe in click: it wraps the streams and exits with 1, which means "no" here.
             sys.stdout, sys.stderr = stdout, stderr
             return _exit_code_of(BrokenPipeError(), debug=invocation.debug)
         return _exit_code_of(error, debug=invocation.debug)
@@ -150,20 +150,21 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def _exit_code_of(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, BrokenPipeError):
-        # The reader of our output has closed the pipe: no error.
+        # The reader of our output has closed the pipe, which is not an error.
         _discard_output()
         return exit_code_for_signal(signal.SIGPIPE)
     if isinstance(error, SystemExit):
         return _code_of_system_exit(error)
     if isinstance(error, click.ClickException):
-        # Always 2: click's own 1 would read as "no". Its texts quote what was typed, a DSN in the wrong place too.
+        # Always 2: click's own 1 would mean "no". Its texts quote what was typed, which may be a DSN in the wrong
+        # place.
         shown = io.StringIO()
         error.show(shown)
         print(without_passwords(shown.getvalue()), end="", file=sys.stderr)
         return EXIT_USAGE
     if isinstance(error, click.Abort | KeyboardInterrupt):
         return exit_code_for_signal(signal.SIGINT)
-    # An OSError comes from the machine, such as a full disk behind our output: no defect of ours.
+    # An OSError comes from the machine, such as a full disk behind our output: it is not a bug.
     if isinstance(error, PgLeaderLockError | OSError):
         if debug:
             _print_traceback(error)
@@ -176,7 +177,7 @@ def _exit_code_of(error: BaseException, *, debug: bool) -> int:
 
 
 def _hint(error: BaseException) -> str:
-    """What to do on the command line, where the error's text is written for programs."""
+    """Advice for the command line, for errors whose text is written for programs."""
     if isinstance(error, LockServerRefused) and error.status == HTTPStatus.UNAUTHORIZED:
         return " (here: --token-file FILE, or the variable PGLEADERLOCK_TOKEN)"
     return ""

@@ -39,10 +39,10 @@ __all__ = ["drain", "forget", "step_down"]
 TIMEOUT_S = 60.0
 POLL_S = 0.5
 SUCCESSORS_S = 10.0
-"""How long `drain` waits for successors. The node is drained by then, and a role may have no other candidate."""
+"""How long `drain` waits for successors. The node is drained by then, but a role may have no other candidate."""
 WORK_TIMEOUT_S_MAX = 240.0
 ENDED_WITHIN_S = 10.0
-"""How long a drain takes after its work was cancelled, at most."""
+"""The longest time that a drain takes after its work was cancelled."""
 NAMES_SHOWN = 10
 SAID_AFTER_S = 1.0
 SAID_EVERY_S = 10.0
@@ -254,7 +254,7 @@ async def _drain(
                 + ("" if resume else f", and ends when the work of the node has. {_ending(node_id, work_timeout_s)}"),
                 EXIT_NO,
             )
-        asking.number = None  # carried out: a Ctrl-C from here on leaves no request behind
+        asking.number = None  # the request was carried out, so a Ctrl-C from here on leaves none behind
         leaders = {} if resume else await _leaders_or_none(look, asking.namespace, led)
         if as_json:
             view = {"namespace": asking.namespace, "node_id": node_id, "request": done, "roles": leaders}
@@ -265,14 +265,15 @@ async def _drain(
 
 
 def _ending(node_id: str, work_timeout_s: float | None) -> str:
-    """What helps against work that does not end."""
+    """Advice for work that does not end."""
     if work_timeout_s is not None:
         return "What is in flight cannot be cancelled: restart the node"
     return f"`pgleaderlock drain --work-timeout 30s {shlex.quote(node_id)}` would end the work"
 
 
 async def _check_others(look: LedgerLook, namespace: str, node_id: str) -> None:
-    """Refuse to take the last candidate of a role. By the ledger, now: two drains at once are not noticed."""
+    """Refuse to drain the last candidate of a role, according to the ledger at this moment: two concurrent drains do
+    not notice each other."""
     live = await look.rows("live_candidates", namespace=namespace, role=None)
 
     def wanted(name: str, *, by_it: bool) -> bool:
@@ -289,7 +290,7 @@ async def _check_others(look: LedgerLook, namespace: str, node_id: str) -> None:
 
 
 class _Left:
-    """Says which roles a node still leads: at each change, and now and then while there is none."""
+    """Prints which roles a node still leads: at each change, and from time to time without one."""
 
     def __init__(self, look: LedgerLook, namespace: str, node_id: str) -> None:
         self._look, self._namespace, self._node_id = look, namespace, node_id
@@ -328,7 +329,7 @@ async def _check_node(look: LedgerLook, namespace: str, node_id: str) -> None:
 
 
 def _drained(led: list[str], leaders: Mapping[str, str | None] | None, done: history.RequestView) -> str:
-    """Who leads the roles now that the node had led."""
+    """The new leaders of the roles that the node had led."""
     if not led:
         return "drained; it led nothing"
     unclean = f" ({done.detail})" if done.detail else ""
@@ -340,7 +341,7 @@ def _drained(led: list[str], leaders: Mapping[str, str | None] | None, done: his
 
 
 async def _leaders_or_none(look: LedgerLook, namespace: str, names: list[str]) -> dict[str, str | None] | None:
-    """The node is drained, whatever becomes of this: None if it cannot be found out."""
+    """Like `_leaders`, but None after an error: the node is drained in any case."""
     try:
         return await _leaders(look, namespace, names)
     except ConnectionError as error:
@@ -349,7 +350,7 @@ async def _leaders_or_none(look: LedgerLook, namespace: str, names: list[str]) -
 
 
 async def _leaders(look: LedgerLook, namespace: str, names: list[str]) -> dict[str, str | None]:
-    """Who leads each of these once all are led again; after `SUCCESSORS_S`, who leads so far."""
+    """The leaders of these roles once all are led again, or those so far after `SUCCESSORS_S`."""
     leaders: dict[str, str | None] = {}
 
     async def all_led() -> bool | None:
@@ -414,7 +415,7 @@ async def _called(look: LedgerLook, statement: str, **params: object) -> dict[st
         raise
 
 
-# --- One request, from the question to its outcome
+# --- One request, from asking to its outcome
 
 
 @dataclass
@@ -424,10 +425,10 @@ class _Asking:
     channel: str
     timeout_s: float
     number: int | None = None
-    """The request's number, from the moment it was made until it is known to be carried out."""
+    """The request's number, from when it was made until it is known to be carried out."""
 
     def run(self, course: Coroutine[Any, Any, int]) -> int:
-        """The exit code. Ctrl-C ends the wait, and says that the request stays."""
+        """Run the course; returns the exit code. Ctrl-C ends the wait, and prints that the request stays."""
         try:
             return asyncio.run(course)
         except ConnectionError as error:
@@ -450,7 +451,7 @@ class _Asking:
         """Make the request. False if there is no node to ask."""
         row = await _called(look, statement, namespace=self.namespace, channel=self.channel, **params)
         self.number = row["request_id"]
-        with contextlib.suppress(ConnectionError):  # a hint: without it the node reads the request a heartbeat later
+        with contextlib.suppress(ConnectionError):  # only a hint: without it, the next heartbeat reads the request
             await look.rows("ledger_hint", channel=self.channel, hint="requested")
         return self.number is not None
 
@@ -461,7 +462,7 @@ class _Asking:
         visible: Callable[[], Awaitable[bool]] | None,
         meanwhile: Callable[[], Awaitable[None]] | None = None,
     ) -> history.RequestView | None:
-        """The request once it is carried out and its effect is `visible`; None when the time is up."""
+        """The request once it is carried out and its effect is `visible`; None on a timeout."""
 
         async def answer() -> history.RequestView | None:
             assert self.number is not None
@@ -478,7 +479,7 @@ class _Asking:
 
 
 async def _until(look: LedgerLook, timeout_s: float, answer: Callable[[], Awaitable[_Answer | None]]) -> _Answer | None:
-    """The first answer that is not None; None when the time is up. Asks after each notification, and every `POLL_S`."""
+    """The first answer that is not None; None on a timeout. Asks after each notification, and every `POLL_S`."""
     until_at = BOOT_CLOCK.now() + timeout_s
     while True:
         found = await answer()

@@ -86,7 +86,7 @@ def check(path: Path | None, as_json: bool) -> int:
     warnings = () if loaded is None else loaded.warnings
     if loaded is not None:
         mistakes = tuple(_misread(file, loaded.alerts))
-    # What we do not know: `promtool` parses PromQL, we do not.
+    # We cannot check the conditions: `promtool` parses PromQL, we do not.
     unread = bool(loaded and loaded.alerts and not mistakes)
     if as_json:
         verdict = {
@@ -240,12 +240,12 @@ def _rows(first: str, second: str, rows: Iterable[tuple[str, str, Origin]], load
 
 
 def _from(origin: Origin, loaded: Config, *, narrow: bool) -> str:
-    """Without the folder, which the first line shows; on a narrow terminal also without the file's name."""
+    """The origin without the folder, which the first line shows; on a narrow terminal, also without the file's name."""
     if origin.kind == "file" and loaded.path is not None:
         return f"line {origin.line}" if narrow else f"{loaded.path.name} line {origin.line}"
     return origin.text
 
 
 def _printable(text: str) -> str:
-    """A name may hold escape sequences, which the terminal must not obey."""
+    """The text with escapes for control characters: a name may contain escape sequences for the terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,13 +1,12 @@
-"""`pgleaderlock doctor`: does this database keep what the lock promises? Asks, rehearses, and prints what to do.
+"""`pgleaderlock doctor`: does the lock keep its promises on this database? Checks, rehearses, and prints what to do.
 
-`_Examination` collects the facts: through a plain connection as the DSN describes it, through a second one with a
-leader's settings, and by rehearsing a leader's term on a lock that no other program uses. The `check_*` functions judge
-them, one per subject, without I/O, clock or output. Three verdicts: *unsafe* means that the lock would not exclude
-others, or could not be held or won back; *warning*, that it works, at a cost or for now; *ok*, that there is nothing
+`_Examination` collects the facts: through a plain connection with the user's DSN, through a second one with a leader's
+settings, and by rehearsing a leader's term on a lock that no other program uses. The `check_*` functions judge them,
+one per subject, without I/O, clock or output. There are three verdicts. *unsafe*: the lock would not exclude other
+sessions, or could not be held or won back. *warning*: it works, but at a cost or only for now. *ok*: there is nothing
 to do. Each finding that is not ok says what to do.
 
-It must never change anything that outlives it: no setting is changed on a connection that a pooler might hand to
-another client.
+It must leave no change behind: no setting is changed on a connection that a pooler might give to another client.
 """
 
 import asyncio
@@ -63,13 +62,13 @@ ROUND_TRIPS = 11
 WIDE_COLUMNS = 130
 CHECK_COLUMNS = 20
 
-# A full lock table refuses new connections to everybody, so there must be room for a rush.
+# A full lock table refuses new connections to every client, so there must be room for a peak.
 LOCK_SLOTS_FREE_UNSAFE, LOCK_SLOTS_FREE_WARNING = 0.10, 0.30
-# One for the session, one for its successor while the server still has the old one.
+# One connection for the session, one for its successor while the server still has the old one.
 CONNECTIONS_FREE_UNSAFE, CONNECTIONS_FREE_WARNING = 2, 5
 # The slowest of a few round trips against the timeout that would count as a loss.
 ROUND_TRIP_PART_WARNING = 0.25
-# Waiting at the server goes on in slices of half of deadlock_timeout: below this, waiting is polling.
+# A wait at the server is cut into slices of half of deadlock_timeout: below this value, waiting is mere polling.
 DEADLOCK_TIMEOUT_S_MIN = 0.2
 CLOCK_S_MAX = 1.0
 
@@ -103,7 +102,7 @@ class Finding:
 
     @classmethod
     def graded(cls, check: str, found: str, remedy: str, *, unsafe: bool = False, warning: bool = False) -> Self:
-        """Unsafe, or else a warning, or else ok: then without the remedy."""
+        """A finding that is unsafe, or else a warning, or else ok without the remedy."""
         if not unsafe and not warning:
             return cls(check, found)
         return cls(check, found, Verdict.UNSAFE if unsafe else Verdict.WARNING, remedy)
@@ -159,7 +158,7 @@ def doctor(
 
     Exit codes: 0 nothing is unsafe, 1 something is, 2 the database cannot be reached, or the configuration is wrong.
     """
-    # Only for its checks of the relations between the settings.
+    # Created only to check the relations between the settings.
     make_lock(
         dsn,
         LockKey(0, 0),
@@ -193,7 +192,7 @@ def doctor(
 
 
 class _Examination:
-    """Collects the facts. A question that fails costs one finding, not the report."""
+    """Collects the facts. A failed query costs one finding, not the report."""
 
     def __init__(self, dsn: str, timing: LockTiming, *, allow_pooler: bool, config: Config | None = None) -> None:
         self._dsn = dsn
@@ -260,7 +259,7 @@ class _Examination:
         self._findings += findings
 
     async def _with_our_settings(self) -> tuple[Mapping[str, Setting] | None, list[str]]:
-        """The settings of a session that brings ours along, or what a pooler has against them."""
+        """The settings of a session with our settings, or why a pooler refuses them."""
         try:
             async with await PlainConnection.open_with(connect_params(self._dsn, self._settings)) as look:
                 return await _settings_of(look), []
@@ -290,7 +289,7 @@ class _Examination:
             self._add(*judge(row))
 
     async def _ledger(self, look: PlainConnection, role: str) -> bool:
-        """What an election needs, and a plain lock does not; False if no node could start."""
+        """Check what an election needs beyond a plain lock; False if no node could start."""
         try:
             facts = await history.ledger_facts(look)
             names = re.findall(r"pgleaderlock\.(\w+)", statement("grants").decode().partition("GRANT EXECUTE")[2])
@@ -358,7 +357,7 @@ class _Examination:
         return {"session_id": row["session_id"], "key": key}
 
     async def _second_taken(self, keys: KeyPair, *, pooled: bool) -> None:
-        """Does the lock that is held now exclude another session? There are engines where it does not."""
+        """Can another session take the lock that is held now? On some engines it can."""
         try:
             second = await DedicatedSession.open(self._dsn, replace(self._settings, allow_pooler=pooled))
             try:
@@ -373,7 +372,7 @@ class _Examination:
             self._add(check_exclusion(taken=taken))
 
     async def _rehearse(self, *, pooled: bool) -> None:
-        """A whole term on a lock with a random name, which a second session must not get meanwhile."""
+        """Rehearse a whole term on a lock with a random name, which a second session must not get meanwhile."""
         keys = key_pair(uuid.uuid4().hex, NAME)
         began = time.monotonic()
         try:
@@ -472,7 +471,7 @@ def check_pooler(evidence: Sequence[str], *, shared: bool | None, allowed: bool,
 def check_timeouts(
     plain: Mapping[str, Setting], ours: Mapping[str, Setting] | None, timing: LockTiming
 ) -> list[Finding]:
-    """What the DBA has set, and what of it reaches a session that brings its own settings (`ours`)."""
+    """Judge the timeouts that the DBA has set, and those that apply to a session with our settings (`ours`)."""
     findings = []
     for name in _OVERRIDDEN:
         if name in plain and plain[name].milliseconds:
@@ -488,7 +487,7 @@ def _overridden_timeout(
 ) -> Finding:
     limit_ms = timing.health_timeout_s * 1000
     if dba.source == "client":
-        # In the DSN or PGOPTIONS: what the user says there comes last, and wins over ours.
+        # Set in the DSN or PGOPTIONS: these come last, and override ours.
         found = f"{_duration(dba)}, set in the DSN or PGOPTIONS"
         if dba.milliseconds < limit_ms:
             remedy = f"shorter than the health timeout ({timing.health_timeout_s:g} s): a slow answer becomes a loss"
@@ -581,7 +580,8 @@ def check_lock_slots(plain: Mapping[str, Setting], used: int) -> Finding:
 
 
 def check_connections(plain: Mapping[str, Setting], row: Mapping[str, Any]) -> Finding:
-    """The tightest of the three limits counts. The doctor's own connection will be free again, hence + 1."""
+    """Judge the free connections by the tightest of the three limits. The doctor's own connection counts as free (+
+    1)."""
     reserved = sum(
         int(plain[name].setting)
         for name in ("superuser_reserved_connections", "reserved_connections")
@@ -653,12 +653,12 @@ def check_encryption(*, address: str, encrypted: bool, sslmode: str | None) -> F
 
 
 def check_timing(timing: Timing) -> Finding:
-    """Their relations are checked with the configuration: this shows what the nodes will do."""
+    """Show the timing of the nodes. The relations were checked with the configuration."""
     durations = f"heartbeat every {timing.heartbeat_interval_s:g} s, G {timing.gate_s:g} s, T {timing.lease_s:g} s"
     return Finding("timing", durations)
 
 
-# What the row of a database in docs/engines.md is called, and how the server shows that it is one.
+# Names in a server's version text, and the row in docs/engines.md for each.
 _SAYS = (("CockroachDB", "CockroachDB, Aurora DSQL"), ("-YB-", "YugabyteDB"))
 _FAMILIES = (
     ("aurora", "Amazon Aurora PostgreSQL"),
@@ -673,7 +673,7 @@ _TESTED_VERSIONS = (15, 18)
 
 
 def check_engine(version: str, families: Sequence[str], pool_mode: str | None) -> Finding:
-    """Which row of docs/engines.md is about this address; `pool_mode` is that of a PgBouncer in between."""
+    """The row of docs/engines.md for this server; `pool_mode` is that of a PgBouncer in between."""
     says = next((row for word, row in _SAYS if word in version), None)
     family = next((row for name, row in _FAMILIES if name in families), None)
     major = re.match(r"PostgreSQL (\d+)", version)
@@ -691,7 +691,7 @@ def check_engine(version: str, families: Sequence[str], pool_mode: str | None) -
 
 
 def check_lease(refusal: str | None, outcomes: Sequence[str], took_s: float) -> Finding:
-    """Two leases have asked for one role; `refusal` says what failed."""
+    """Judge the rehearsal in which two leases asked for one role; `refusal` says what failed."""
     if refusal is not None:
         return Finding("rehearsal", f"refused: {refusal}", Verdict.UNSAFE, "nothing leads until this works")
     if list(outcomes) == ["won", "not_held"]:
@@ -724,7 +724,7 @@ def check_ledger(version: int, missing: Sequence[str], role: str, *, leased: boo
 
 
 def check_clock(ahead_s: float, uncertain_s: float) -> Finding:
-    """`ahead_s`: of the server's clock."""
+    """`ahead_s`: how far the server's clock is ahead."""
     found = f"the server's is {abs(ahead_s) * 1000:.0f} ms {'ahead' if ahead_s > 0 else 'behind'}"
     remedy = "no promise depends on it, but times in logs and history will not agree: let both machines use NTP"
     return Finding.graded("clock", found, remedy, warning=abs(ahead_s) - uncertain_s > CLOCK_S_MAX)
@@ -737,14 +737,14 @@ def check_exclusion(*, taken: bool) -> Finding:
 
 
 def check_rehearsal(refusal: str | None, took_s: float) -> Finding:
-    """A lock was taken, kept alive and released exactly as a leader does it; `refusal` says what failed."""
+    """Judge the rehearsal of a term, in which a lock was taken, kept and released; `refusal` says what failed."""
     if refusal is None:
         return Finding("rehearsal", f"a lock was taken, probed and released in {took_s * 1000:.0f} ms")
     return Finding("rehearsal", f"refused: {refusal}", Verdict.UNSAFE, "nothing leads until this works")
 
 
 def unknown(check: str, reason: str) -> Finding:
-    """A fact that the server refused to tell."""
+    """The finding for a fact that could not be read."""
     return Finding(check, f"cannot be found out: {reason}", Verdict.WARNING, "let this role read it, or ask your DBA")
 
 

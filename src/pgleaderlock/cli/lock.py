@@ -205,7 +205,7 @@ def _lease_given(
     else:
         fields = {"lock_name": name, "owner_id": owner, "lease_id": lease_id, "fencing_token": fencing_token}
     granted = Granted(waited_ms=0, replayed=False, **fields)
-    # The server decides whether it is still good: for us it begins now.
+    # The server decides whether the lease is still valid: here it begins now.
     return Lease(granted, ttl_s, BOOT_CLOCK.now(), BOOT_CLOCK)
 
 
@@ -253,7 +253,7 @@ def _pairs_of(info: LockInfo) -> dict[str, Any]:
 
 
 def _expires(info: LockInfo) -> str:
-    """By the wall clocks of two machines, for people: hence "about"."""
+    """The expiry in words. It depends on the wall clocks of two machines: hence "about"."""
     if info.lease_expiry_ms is None:
         return "-"
     return f"in about {max(0.0, info.lease_expiry_ms / 1000 - time.time()):.1f} s"
@@ -272,7 +272,7 @@ def _print_locks(found: list[LockInfo]) -> None:
     for info in found:
         owner = info.owner_id if info.held else None
         expires = _expires(info).removeprefix("in about ") if info.held else "-"
-        # Names come from other programs: a control character in one is shown, not obeyed.
+        # Names come from other programs: control characters are escaped.
         cells = (printable(info.lock_name), printable(owner or "-"), str(info.fencing_token), expires)
         table.add_row(*(Text(cell) for cell in cells))
     print_table(stdout_console(), table)

@@ -1,10 +1,9 @@
 """Shows the library's log records on standard error, as text for people or as JSON lines for machines.
 
-The library logs through the standard library's logger `pgleaderlock`; here, and only here, loguru takes those
-records over. Fields given with `extra=` are kept: in JSON as members, in text as `key=value` where the message does
-not say them already.
+The library logs through the standard library's logger `pgleaderlock`; only this module passes those records to loguru.
+Fields from `extra=` are kept: in JSON as members, in text as `key=value` if the message does not contain them already.
 
-Variables in tracebacks stay hidden: among them is the DSN.
+Variables in tracebacks are not shown, because the DSN is among them.
 """
 
 import json
@@ -26,7 +25,7 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 _LOGGER_NAME = "pgleaderlock"
 _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-# Members of the line itself; a field of the same name gets an underscore behind it.
+# Members of the line itself; a field of the same name gets an underscore appended.
 _LINE_MEMBERS = frozenset({"time", "level", "logger", "message", "exception"})
 
 
@@ -46,7 +45,7 @@ class InterceptHandler(logging.Handler):
             loguru_record["line"] = record.lineno
 
         bound = logger.bind(fields=fields).patch(set_origin).opt(exception=record.exc_info)
-        # The text is an argument, not the format: braces in it mean nothing.
+        # Pass the text as an argument, not as the format, so that braces in it have no meaning.
         bound.log(level, "{}", record.getMessage())
 
 
@@ -73,7 +72,7 @@ def _colour_wanted() -> bool:
 
 
 def _text_format(record: "Record") -> str:
-    # Evaluated by loguru once more, as a format: what comes from outside goes through `extra`, never into this text.
+    # loguru evaluates this text as a format again: external text must go through `extra`, never into this text.
     said = record["message"]
     unsaid = [f" {key}={value}" for key, value in _fields(record).items() if not _says(said, key, value)]
     record["extra"]["unsaid"] = "".join(unsaid)

@@ -1,7 +1,8 @@
-"""`pgleaderlock roles`, `nodes`, `history` and `events`: what the ledger says, as a table, as JSON or line by line.
+"""`pgleaderlock roles`, `nodes`, `history` and `events`: the contents of the ledger as a table, as JSON or line by
+line.
 
-Each command reads, takes no lock and writes nothing. What it shows is informational, and may have changed since.
-`events --follow` outlives its connection: after a restart of the database it goes on where it was, without a gap.
+Each command only reads: it takes no lock and writes nothing. Its output is informational, and may be outdated.
+`events --follow` survives the loss of its connection: after a restart of the database it continues without a gap.
 """
 
 import asyncio
@@ -88,7 +89,7 @@ def _read(dsn: str, command: str, ask: Callable[[LedgerLook], Awaitable[_Found]]
 def _read_list(
     dsn: str, namespace: str, command: str, ask: Callable[[LedgerLook], Awaitable[Sequence[_Row]]]
 ) -> tuple[Sequence[_Row], str]:
-    """What was found; and for an empty answer the other namespaces, since the wrong one may have been asked."""
+    """The answer; and, if it is empty, the other namespaces, because the wrong one may have been asked."""
 
     async def read(look: LedgerLook) -> tuple[Sequence[_Row], str]:
         found = await ask(look)
@@ -103,8 +104,8 @@ class _Column(Generic[_Row]):
     cell: Callable[[_Row], str]
     number: bool = False
     wide: bool | None = None
-    """Whether only a wide terminal shows it, or only a narrow one; None: both do. A narrow one shows it as well, if it
-    fits beside what it shows anyway."""
+    """Whether only a wide terminal shows the column, or only a narrow one; None: both. A narrow terminal shows a wide
+    column, too, if there is room beside the others."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ class _Listing(Generic[_Row]):
         empty: str,
         summary: Callable[[Sequence[_Row]], str] | None = None,
     ) -> None:
-        """As JSON: `view`, which holds the rows. For people: a table and the line `summary`, or the line `empty`."""
+        """Print `view`, which has the rows, as JSON; or, for people, a table and the line `summary`, or the line
+        `empty`."""
         if as_json:
             click.echo(json.dumps(view, indent=2, default=ledger.as_json))
         elif not found:
@@ -171,7 +173,7 @@ class _Listing(Generic[_Row]):
 
 
 def leader(role: ledger.RoleView) -> str:
-    """The node that leads, whether it may act or not."""
+    """The leading node, whether it may act or not."""
     return "(nobody)" if role.node_id is None else role.node_id
 
 
@@ -185,7 +187,7 @@ def summary(found: Sequence[ledger.RoleView]) -> str:
 
 
 def remedies(found: Sequence[ledger.RoleView], shown_max: int | None = None) -> list[tuple[str, str]]:
-    """Why nobody may act for which roles, and what to run next: the worst first."""
+    """Why no node may act for which roles, and what to run next, worst first."""
     order = list(ledger.STATES)
     wrong = sorted((role for role in found if role.why), key=lambda role: (order.index(role.state), role.role))
     causes = ledger.remedies((role.role, role.why, role.command) for role in wrong)
@@ -255,7 +257,7 @@ roles.add_command(forget)
 
 
 def _words(node: ledger.NodeView) -> str:
-    """What a node does, in a few words."""
+    """The state of a node in a few words."""
     if not node.live:
         return node.state
     extra = (
@@ -320,7 +322,7 @@ def nodes(dsn: str, namespace: str, since: float, as_json: bool) -> int:
 async def _nodes(
     look: LedgerLook, namespace: str, since_s: float
 ) -> tuple[Sequence[ledger.NodeView], Sequence[Mapping[str, Any]], str]:
-    """The nodes to list, those that could take over now, and for an empty list where there are some."""
+    """The nodes to list, the current candidates, and, if the list is empty, the namespaces with nodes."""
     found = await ledger.nodes(look, namespace, heard_within_s=since_s)
     others = "" if found or await ledger.roles(look, namespace, limit=1) else await elsewhere(look, namespace)
     return found, await look.rows("live_candidates", namespace=namespace, role=None), others
@@ -354,7 +356,7 @@ _TERMS = _Listing[ledger.Term](
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What the options of `history` and `events` leave of a list."""
+    """The filter from the options of `history` and `events`."""
 
     since: dt.datetime | None = None
     until: dt.datetime | None = None
@@ -364,13 +366,14 @@ class _Wanted:
 
     @property
     def since_s(self) -> float | None:
-        """How long ago the time begins, for a statement: by this machine's clock, so with room for a difference."""
+        """How long ago the period begins, for a statement. It uses this machine's clock, so it allows for a
+        difference."""
         if self.since is None:
             return None
         return max(0.0, (dt.datetime.now(dt.UTC) - self.since).total_seconds()) + CLOCKS_APART_S
 
     def within(self, began_at: dt.datetime, ended_at: dt.datetime | None) -> bool:
-        """Is some of it in the time that is asked for?"""
+        """Does this period overlap the requested one?"""
         ends_too_early = self.since is not None and ended_at is not None and ended_at < self.since
         return not ends_too_early and (self.until is None or began_at <= self.until)
 
@@ -401,7 +404,7 @@ class _Wanted:
         )
 
     def __str__(self) -> str:
-        """In words, for an empty list."""
+        """The filter in words, for an empty list."""
         words = [f" since {short_moment(self.since)}"] * (self.since is not None)
         words += [f" until {short_moment(self.until)}"] * (self.until is not None)
         narrowed = self.node is not None or self.reasons or self.gap_s_min
@@ -492,7 +495,7 @@ def history(
 async def _terms(
     look: LedgerLook, namespace: str, role: str, wanted: _Wanted, limit: int
 ) -> tuple[list[ledger.Term], bool, str]:
-    """The newest terms, whether there are more than `limit`, and for none of them where else to look."""
+    """The newest terms, whether there are more than `limit`, and, if there are none, where else to look."""
     found: list[ledger.Term] = []
     async for term in ledger.all_terms(look, namespace, role, since_s=wanted.since_s):
         if not wanted.term(term):
@@ -666,7 +669,7 @@ def events(
 async def _events(
     look: LedgerLook, namespace: str, role: str | None, wanted: _Wanted, limit: int
 ) -> list[ledger.Event]:
-    """The newest events that are wanted, the oldest of them first."""
+    """The newest events that match the filter, oldest first."""
     found: list[ledger.Event] = []
     before_id, since_s = ledger.LAST_ID, wanted.since_s
     while len(found) < limit:
@@ -681,7 +684,7 @@ async def _events(
 
 
 class _Follower:
-    """Prints every event once, over as many connections as it takes."""
+    """Prints every event once, across any number of connections."""
 
     def __init__(self, namespace: str, role: str | None, wanted: _Wanted, *, limit: int, as_json: bool) -> None:
         self._wanted = wanted
@@ -692,7 +695,8 @@ class _Follower:
         self._away = False
 
     async def follow(self, dsn: str, channel: str) -> None:
-        """Until cancelled, or until an error before the first event that waiting cannot mend."""
+        """Print events until cancelled. Raises an error that occurs before the first event and that waiting cannot
+        fix."""
         await keep_reading(dsn, "events", channel=channel, read=self._read, lost=self._lost)
 
     async def _read(self, look: LedgerLook) -> None:
@@ -732,7 +736,7 @@ def _print_event(event: ledger.Event, *, as_json: bool) -> None:
 
 
 def sentence(event: ledger.Event, kind_columns: int = 0) -> str:
-    """One event in a line: what, which role, who, and what else is known."""
+    """One event in one line: kind, role, node, and further details."""
     epoch = "" if event.epoch is None else f"epoch {event.epoch}"
     rest = ", ".join(part for part in (epoch, event.detail) if part)
     words = [f"{event.kind.replace('_', ' '):<{kind_columns}}", event.role, event.node_id and f"by {event.node_id}"]

@@ -1,8 +1,8 @@
-"""Options that several commands share, and what they are turned into: a lock, an election, a client of a lock server.
+"""Options that several commands share, and the objects made from them: a lock, an election, a client of a lock server.
 
-The defaults are the library's own; a test compares them. What is wrong with a setting is said in the words of the
-command line (`in_option_words`). With `--fenced` a flag wins over the environment, that over the file, that over the
-default: `Config` decides.
+The defaults are the library's own; a test compares them. Errors name the options of the command line
+(`in_option_words`). With `--fenced`, a flag overrides the environment, the environment overrides the file, and the file
+overrides the default, as in `Config`.
 
 It must never print a password or a token, and never use a bare lock where `--fenced` was asked for: without the fence,
 two nodes could act at the same time.
@@ -95,12 +95,12 @@ _OF_AN_ELECTION = ("--late-threshold", "--node-id", "--hold", "--balance")
 
 
 def in_option_words(text: str) -> str:
-    """The library's keywords as the options that set them."""
+    """The text with the library's keywords replaced by the options that set them."""
     return _KEYWORDS.sub(lambda found: _OPTION_OF[found[0]], text)
 
 
 def given(ctx: click.Context, parameter: str) -> bool:
-    """Was it written on the command line?"""
+    """Was the option given on the command line?"""
     return ctx.get_parameter_source(parameter) is click.core.ParameterSource.COMMANDLINE
 
 
@@ -166,7 +166,7 @@ def fenced_options(command: _Command) -> _Command:
 
 @dataclass(frozen=True)
 class Contender:
-    """What `--config`, `--name`, `--namespace`, `--key1` and `--key2` said."""
+    """The values of `--config`, `--name`, `--namespace`, `--key1` and `--key2`."""
 
     path: Path | None
     names: tuple[str, ...]
@@ -175,7 +175,7 @@ class Contender:
     key2: int | None
 
     def lock_key(self) -> LockKey:
-        """The one lock that is meant, for a plain lock."""
+        """The lock that the options select, for a plain lock."""
         if len(self.names) > 1:
             raise click.UsageError("several --name need --fenced: a plain lock is one")
         try:
@@ -184,7 +184,8 @@ class Contender:
             raise click.UsageError(str(error)) from error
 
     def plain_dsn(self, dsn: str | None) -> str | None:
-        """The database of a plain lock: what was given, or the file's. A warning names what else is in the file."""
+        """The database of a plain lock: the given one, or the file's. A warning names the other settings in the
+        file."""
         found = find_file(self.path) if dsn is None or self.path is not None else None
         if found is None:
             return dsn
@@ -227,7 +228,7 @@ def _collect_contender(ctx: click.Context, _param: click.Parameter, key2: int | 
 
 
 def make_lock(dsn: Dsn, lock_key: LockKey, **options: Unpack[LockOptions]) -> LeaderLock:
-    """The lock that is meant. What is wrong with the settings is said in the words of the command line."""
+    """The lock for these options. Errors name the options of the command line."""
     try:
         if lock_key.name is not None:
             return LeaderLock.for_name(dsn, lock_key.name, namespace=lock_key.namespace, **options)
@@ -278,14 +279,14 @@ def check_fenced(ctx: click.Context, contender: Contender, *, fenced: bool) -> N
 
 
 def fenced_config(ctx: click.Context, contender: Contender, *, embedded: bool, **flags: object) -> Config:
-    """What an election of this command line is: its roles, its database and its settings.
+    """The configuration of this command line's election: its roles, its database and its settings.
 
-    `flags` are those of an election alone, by the keys of the configuration; None is not given.
+    `flags` are those of an election only, by the keys of the configuration; None means not given.
     """
     if (dsn := ctx.params["dsn"]) is not None and not embedded:
-        resolve_dsn(dsn)  # an empty one is a mistake, wherever it came from
+        resolve_dsn(dsn)  # an empty DSN is a mistake, whatever its origin
     for setting in ELECTION:
-        # The default of a lock's option is none of an election: it counts if it was written.
+        # The default of a lock's option does not apply to an election: use the option only if it was given.
         parameter = _parameter(setting.flag)
         if parameter in ctx.params and given(ctx, parameter):
             flags[setting.key] = ctx.params[parameter]
@@ -315,10 +316,11 @@ def lock_key_of_role(config: Config) -> LockKey:
 
 
 def make_election(config: Config, dsn: Dsn | None = None, *, grace_s: float = 0.0, hot: bool = True) -> LeaderElection:
-    """The election that is meant. What is wrong with the settings is said in the words of the command line.
+    """The election for this configuration. Errors name the options of the command line.
 
-    `dsn` stands for that of the configuration. Without a lease of the user's own, `grace_s` is added to it: between the
-    gate's end here and its opening elsewhere a command has that long to end. Not `hot`: there is one try, and no wait.
+    `dsn` replaces that of the configuration. If the user has not set the lease, `grace_s` is added to it: a command has
+    that long to end between the end of the gate here and its opening elsewhere. Without `hot` there is one try, and no
+    wait.
     """
     options: dict[str, Any] = {} if dsn is None else {"dsn": dsn}
     if grace_s and not config.values["lease_duration"].is_given:
@@ -337,7 +339,7 @@ def make_election(config: Config, dsn: Dsn | None = None, *, grace_s: float = 0.
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where the servers are, and how to speak to them."""
+    """The addresses of the servers, and how to connect to them."""
 
     urls: tuple[str, ...]
     token: str | None
@@ -395,7 +397,7 @@ def _collect_server(ctx: click.Context, _param: click.Parameter, timeout_s: floa
     if ctx.resilient_parsing:  # Completion in a shell asks without values.
         return None
     urls, token_file, ca_file = remembered(ctx, "urls", "token_file", "ca_file")
-    # In the variable, several are separated by blanks or commas.
+    # In the environment variable, several addresses are separated by blanks or commas.
     separate = tuple(url for text in urls or () for url in text.replace(",", " ").split())
     if not separate:
         raise click.UsageError("no lock server given: use --server http://host:7420, or set PGLEADERLOCK_SERVER")
@@ -420,7 +422,7 @@ def _token(token_file: Path | None) -> str | None:
 
 
 def read_config(path: Path, options: Iterable[click.Parameter]) -> dict[str, Any]:
-    """What the file sets, by parameter name. An unknown key is refused. Raises `click.UsageError`."""
+    """The settings of the file, by parameter name. Raises `click.UsageError`, also for an unknown key."""
     known = {option.name: option for option in options if isinstance(option, click.Option) and option.name != "config"}
     try:
         file = read_toml(path)

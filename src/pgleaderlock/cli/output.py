@@ -67,7 +67,7 @@ EXIT_NOT_WON = 75
 EXIT_LOST = 76
 
 NAMESPACE_VARIABLE = "PGLEADERLOCK_NAMESPACE"
-# Without any of these, and without a file, nothing is configured that a look needs.
+# Without any of these variables, and without a file, nothing is configured that a reading command needs.
 _CONFIGURING = ("PGLEADERLOCK_CONFIG", NAMESPACE_VARIABLE, "PG_CONN_STRING", "PG_LISTEN_CHANNEL")
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -82,14 +82,14 @@ def exit_code_for_signal(signum: int) -> int:
 
 def without_passwords(text: str) -> str:
     """The text with the password of each URI and of each `password=…` in it hidden."""
-    # To the last @: a password may contain one. Without any, the text may have been cut off in front of it, unless what
-    # stands there is a port.
+    # Hide up to the last @, because a password may contain one. Without an @, the text may have been cut off before it,
+    # unless a port stands there.
     text = re.sub(r"(\w://[^\s:/@]*):(?:\S*(?=@)|(?!\d{1,5}(?:[/,;.)\s]|$))[^\s@]+(?=\s|$))", r"\1:***", text)
     return re.sub(r"(password\s*=\s*)('(?:[^'\\]|\\.)*'?|[^\s&)]+)", r"\1***", text)
 
 
 class DurationType(_FloatType):
-    """A duration on the command line, in seconds for the program: `5`, `5s`, `200ms`, `1m`."""
+    """A duration on the command line, converted to seconds: `5`, `5s`, `200ms`, `1m`."""
 
     name = "duration"
 
@@ -110,9 +110,9 @@ DURATION = DurationType()
 
 
 class MomentType(_MomentType):
-    """A moment in the past: `3h` (ago), `03:00` (the last time it was), `2026-11-15`, `2026-11-15 03:00`, ISO 8601.
+    """A moment in the past: `3h` (ago), `03:00` (the last one), `2026-11-15`, `2026-11-15 03:00`, ISO 8601.
 
-    Without a zone it is this machine's time.
+    Without a zone, it is in this machine's time zone.
     """
 
     name = "when"
@@ -168,9 +168,9 @@ def remembered(ctx: click.Context, *names: str) -> tuple[Any, ...]:
 
 
 def resolve_dsn(given: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The connection string to use: what was given, or "" when libpq's own variables say it all.
+    """The connection string to use: the given one, or "" if libpq's own variables say where to connect.
 
-    Without either it is a usage error. Never a private database instead: five hosts would get five leaders.
+    Without either, it is a usage error. It never falls back to a private database: five hosts would get five leaders.
     """
     from pgleaderlock._pg.conninfo import LIBPQ_VARIABLES, libpq_knows_where  # noqa: PLC0415 - imports the driver.
 
@@ -189,14 +189,15 @@ def resolve_dsn(given: str | None, environ: Mapping[str, str] = os.environ) -> s
 
 
 def configured(ctx: click.Context, key: str) -> Any:
-    """What the environment, or the file that `config.find_file` finds, says of a setting; None if neither does.
+    """The value of a setting in the environment, or in the file that `config.find_file` finds; None if in neither.
 
-    So that a look at the nodes' database sees what the nodes see. Read only when an option was not given.
+    With it, a reading command uses the same database and namespace as the nodes. Called only if an option was not
+    given.
     """
     (path,) = remembered(ctx, "config")  # only doctor has such an option
     if path is None and not os.path.lexists("pgleaderlock.toml") and not any(map(os.environ.get, _CONFIGURING)):
         return None
-    from pgleaderlock.config import Config, ConfigFileError  # noqa: PLC0415 - only who needs it waits for it.
+    from pgleaderlock.config import Config, ConfigFileError  # noqa: PLC0415 - imported only if it is needed.
 
     place = f"{__name__}.configuration"
     if place not in ctx.meta:
@@ -209,7 +210,7 @@ def configured(ctx: click.Context, key: str) -> Any:
 
 
 def database(ctx: click.Context, given: str | None) -> str:
-    """The connection string of a command that looks: what was given, or else what is configured."""
+    """The connection string of a reading command: the given one, or else the configured one."""
     return resolve_dsn(configured(ctx, "dsn") if given is None else given)
 
 
@@ -237,7 +238,7 @@ def _dsn_option(command: _Command, callback: Callable[[click.Context, click.Para
 
 @dataclass(frozen=True)
 class LockKey:
-    """Which lock is meant. `name` is None when it was given by its keys."""
+    """The selected lock. `name` is None if it was given by its keys."""
 
     key1: int
     key2: int
@@ -251,8 +252,8 @@ class LockKey:
 def lock_options(*, takes_it: bool) -> Callable[[_Command], _Command]:
     """`--name` (with `--namespace`) or `--key1` and `--key2`, passed on as one `lock_key: LockKey`.
 
-    A command that only looks means the namespace of the file, as the nodes do. One that `takes_it` does not, no more
-    than `exec` without --fenced: a file in the folder must not decide what a plain lock excludes.
+    A command that only reads uses the namespace of the file, as the nodes do. A command that `takes_it` does not, and
+    neither does `exec` without --fenced: a file in the folder must not decide which lock a plain lock takes.
     """
     return grouped(
         remembered_option("--name", help="The lock's name."),
@@ -285,7 +286,7 @@ def _collect(ctx: click.Context, _param: click.Parameter, key2: int | None, *, t
 
 
 def lock_key_of(name: str | None, namespace: str | None, key1: int | None, key2: int | None) -> LockKey:
-    """The lock that these options mean, or a usage error."""
+    """The lock that these options select, or a usage error."""
     if name is not None:
         if key1 is not None or key2 is not None:
             raise click.UsageError("--name and --key1/--key2 exclude each other: give one or the other")
@@ -302,19 +303,19 @@ def lock_key_of(name: str | None, namespace: str | None, key1: int | None, key2:
 
 
 def stdout_console() -> "Console":
-    """For results. Colour only on a terminal and without NO_COLOR; width of the terminal, or COLUMNS."""
+    """The console for results. Colour only on a terminal and without NO_COLOR; width of the terminal, or COLUMNS."""
     return _console(stderr=False)
 
 
 def stderr_console() -> "Console":
-    """For what accompanies the results."""
+    """The console for messages that accompany the results."""
     return _console(stderr=True)
 
 
 def _console(*, stderr: bool) -> "Console":
     from rich.console import Console  # noqa: PLC0415 - takes longer to import than --help takes to answer.
 
-    # No word or number is coloured by guessing, and values from a database are never read as markup.
+    # No automatic highlighting, and values from a database are never interpreted as markup.
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
@@ -339,7 +340,7 @@ def plain_table(
         style = "bold" if index == 0 and not show_header else None
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold", style=style)
     for row in rows:
-        # Text, not str: values from a database are shown as they are, never read as markup.
+        # Text, not str: values from a database are never interpreted as markup.
         table.add_row(*(Text(cell) for cell in row))
     return table
 
@@ -357,5 +358,5 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def printable(text: str) -> str:
-    """With escapes for every character that would end the line, or make it look like another text."""
+    """The text with escapes for every character that would end the line, or make it look like another text."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,6 +1,6 @@
 """How the operator's commands read the ledger: options, connection, waiting for a notification, times in words.
 
-Reads through a plain connection and takes no lock. A notification only wakes the reader; the ledger's rows count.
+They read through a plain connection and take no lock. A notification only wakes the reader; the ledger's rows count.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ def channel_option(command: _Command) -> _Command:
 
 def _checked_channel(ctx: click.Context, _param: click.Parameter, value: str | None) -> str:
     try:
-        # Nodes that listen nowhere (false) are not woken: any channel will do then.
+        # Nodes that do not listen (false) cannot be woken: any channel will do then.
         return check_channel(configured(ctx, "listen_channel") or DEFAULT_CHANNEL if value is None else value)
     except ConfigurationError as error:
         raise click.UsageError(str(error).replace("listen_channel", "--channel")) from error
@@ -91,14 +91,15 @@ class LedgerLook(PlainConnection):
     facts: history.LedgerFacts
 
     async def listen(self, channel: str) -> None:
-        """From now on a notification on the channel ends `woken`. Only a hint: read the ledger now and then anyway."""
+        """Let notifications on the channel end `woken` from now on. They are hints: read the ledger regularly
+        anyway."""
         try:
             await self._connection.execute(listen_statement(channel))
         except psycopg.Error as error:
             raise ConnectionError(f"cannot listen: {scrub(str(error), self.params)}") from None
 
     async def woken(self, timeout_s: float) -> None:
-        """Return at the next notification, or when the time is up."""
+        """Return at the next notification, or after the timeout."""
         try:
             async for _ in self._connection.notifies(timeout=timeout_s, stop_after=1):
                 pass
@@ -132,7 +133,8 @@ async def keep_reading(
     read: Callable[[LedgerLook], Awaitable[None]],
     lost: Callable[[ConnectionError], None],
 ) -> None:
-    """Run `read` on one connection after the other, until cancelled; `lost` is told of each failure, and may raise."""
+    """Run `read` on one connection after the other, until cancelled. `lost` is called with each failure, and may
+    raise."""
     while True:
         try:
             async with open_ledger(dsn, command, listen=channel) as look:
@@ -146,7 +148,7 @@ async def keep_reading(
 
 
 def complete_role(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    """The roles that begin so, by the ledger of the command line that is being typed."""
+    """The roles that begin with this text, from the ledger of the command line that is being typed."""
 
     async def names(look: LedgerLook, namespace: str) -> list[str]:
         return [role.role for role in await history.roles(look, namespace)]
@@ -155,7 +157,7 @@ def complete_role(ctx: click.Context, _param: click.Parameter, incomplete: str) 
 
 
 def complete_node(ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    """The nodes that live or lead and begin so."""
+    """The nodes that live or lead and whose names begin with this text."""
 
     async def names(look: LedgerLook, namespace: str) -> list[str]:
         return sorted({node.node_id for node in await history.nodes(look, namespace)})
@@ -166,7 +168,8 @@ def complete_node(ctx: click.Context, _param: click.Parameter, incomplete: str) 
 def _complete(
     ctx: click.Context, incomplete: str, names: Callable[[LedgerLook, str], Awaitable[list[str]]]
 ) -> list[str]:
-    """Nothing where the ledger cannot be read, and no word about it: somebody is typing."""
+    """The completions. If the ledger cannot be read, there are none, and no error message, because somebody is
+    typing."""
 
     async def read() -> list[str]:
         async with asyncio.timeout(COMPLETION_S):
@@ -183,9 +186,8 @@ def _complete(
 
 
 async def elsewhere(look: history.Asks, namespace: str, *, of_slots: bool = False) -> str:
-    """For a namespace in which nothing was found: where there is something. Empty if there is nothing anywhere.
-
-    Roles, or what ran once per tick.
+    """For an empty namespace: a text that names the namespaces with roles, or with slots if `of_slots`. Empty if there
+    are none.
     """
     found = await history.namespaces(look, of_slots=of_slots, limit=NAMESPACES_SHOWN + 2)
     others = [name for name in found if name != namespace]
@@ -221,7 +223,7 @@ def short_moment(moment: dt.datetime | None, *, narrow: bool = False) -> str:
 
 
 def table_console() -> "Console":
-    """For tables: as wide as the terminal. A file or a pipe gets every column, unless COLUMNS limits the width."""
+    """The console for tables, as wide as the terminal. A file or a pipe gets every column, unless COLUMNS is set."""
     console = stdout_console()
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = PIPE_COLUMNS
@@ -229,7 +231,7 @@ def table_console() -> "Console":
 
 
 def state(role: history.RoleView) -> str:
-    """The state in a few words, with what counts about it."""
+    """The state in a few words, with its most important detail."""
     words = history.STATES[role.state][0]
     match role.state:
         case "waiting":

@@ -1,7 +1,7 @@
 """`pgleaderlock run`: take part in an election and log what happens, until a signal.
 
-For trying things out and for watching how a database behaves; `exec` runs a program while leading. With `--fenced`,
-the roles of an election are competed for instead of one plain lock, and a signal drains them all before the end.
+For experiments, and for watching how a database behaves; `exec` runs a program while leading. With `--fenced`, it
+competes for the roles of an election instead of one plain lock, and a signal drains them all before the end.
 
 It must never fall back to a private database by itself: five hosts would get five leaders.
 """
@@ -126,7 +126,7 @@ def run(
     check_probes(ctx, fenced=fenced, port=metrics_port)
     with Stopper() as stopper, contextlib.ExitStack() as at_end, _on_this_machine():
         server = private_server(ctx) if embedded else None
-        # Everything is checked before a server is started for it.
+        # Check everything before starting a private server.
         competition: LeaderLock | LeaderElection
         if fenced:
             own = {"late_threshold": late_threshold, "node_id": node_id, "balance": balance, "hold": hold}
@@ -153,7 +153,7 @@ def run(
         if server is not None:
             at_end.enter_context(server)
             log.info("embedded_server", folder=server.data_dir, version=server.version)
-            if fenced:  # a private database: no other program can have made its ledger
+            if fenced:  # a private database, so no other program can have created the ledger
                 asyncio.run(migrate(server.dsn))
         if lock_key is not None:
             log.info("run_started", key1=lock_key.key1, key2=lock_key.key2, pid=os.getpid())
@@ -176,7 +176,7 @@ def _strategy(base_s: float, max_s: float) -> DefaultRetry:
 
 @contextlib.contextmanager
 def _on_this_machine() -> Iterator[None]:
-    """If no database was given, say how to try it without one."""
+    """If no database was given, print how to try it without one."""
     try:
         yield
     except click.UsageError as error:
@@ -186,14 +186,14 @@ def _on_this_machine() -> Iterator[None]:
 
 
 class _LockRun:
-    """One lock from start to end, and what its end means for the exit code."""
+    """Runs one lock from start to end; its end decides the exit code."""
 
     def __init__(self, lock: LeaderLock, stopper: Stopper, log: StructuredLogger) -> None:
         self._lock = lock
         self._stopper = stopper
         self._log = log
         self._over = asyncio.Event()
-        """The lock has stopped, or can never be won."""
+        """Return when the lock has stopped, or can never be won."""
         self._hopeless: Exception | None = None
         self._tried = False
         self._led = False
@@ -261,7 +261,7 @@ class _ElectionRun:
             self._listen()
             watching = asyncio.ensure_future(self._watch())
             asked = asyncio.ensure_future(self._stopper.asked())
-            await asyncio.sleep(0)  # both have begun before anything happens
+            await asyncio.sleep(0)  # let both tasks start before anything happens
             starting = asyncio.ensure_future(self._election.start())
             try:
                 await any_done(asked, starting)

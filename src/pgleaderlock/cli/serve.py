@@ -43,12 +43,12 @@ _NEEDED = ("httptools", "msgspec", "prometheus_client", "uvloop")
 _POSITIVE = DurationType(zero_allowed=False)
 _FILE = click.Path(path_type=Path)
 _COUNT = click.IntRange(min=1)
-# Descriptors beside the clients' connections: the store's files or connections, the loop's own, standard streams.
+# Descriptors in addition to the clients' connections: the store's files or connections, the loop's, standard streams.
 _OTHER_DESCRIPTORS = 128
 
 
 class Server(Protocol):
-    """What can be run until a signal."""
+    """A server that can be run until a signal."""
 
     url: str
 
@@ -150,7 +150,7 @@ async def _check(store: "Store") -> int:
 
 
 def _ledger(store: str, options: dict[str, Any]) -> "LedgerSettings | None":
-    """Where leaders are looked for: where it is said, or where the locks are, if that can have some."""
+    """The database of the ledger: the given one, or else that of the locks, if that is PostgreSQL."""
     from pgleaderlock.dashboard.run import LedgerSettings  # noqa: PLC0415 - as above.
 
     try:
@@ -175,11 +175,11 @@ def run_until_signal(server: Server, signals: Reloader, said: str, log_name: str
 async def _serve(server: Server, signals: Reloader, said: str, log: StructuredLogger) -> None:
     from pgleaderlock.server.run import ServerError  # noqa: PLC0415 - as above.
 
-    # A database that does not answer must not keep a signal waiting.
+    # A signal must end the start even while a database does not answer.
     starting, _ = await first_of(server.start(), signals.asked())
     if starting.cancelled():
         return
-    # What has been loaded by now stays: the collector need not look at it again and again.
+    # Everything loaded by now stays: exempt it from garbage collection.
     gc.collect()
     gc.freeze()
     click.echo(f"listening on {server.url} {said}")
@@ -198,7 +198,7 @@ async def _reload_when_asked(server: Server, signals: Reloader, log: StructuredL
         await signals.asked_again()
         try:
             await server.reload()
-        except Exception as error:  # a server that works goes on, also after a mistake of ours
+        except Exception as error:  # a running server goes on, even after a bug in the reload
             shown = str(error) if isinstance(error, ConfigurationError) else repr(error)
             log.warning("reload_failed", error=shown, remedy="all is as before: mend it and send SIGHUP again")
         else:
@@ -251,7 +251,8 @@ def _settings(options: dict[str, Any]) -> "ServerSettings":
 
 
 def allow_descriptors(connections_max: int) -> None:
-    """Raises the process's own limit as far as it may, and refuses to promise connections that it could not have."""
+    """Raises the process's limit of descriptors as far as allowed, and refuses a connection limit that it cannot
+    serve."""
     wanted = connections_max + _OTHER_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,13 +1,14 @@
 """A command as a service: it ends on a signal, and reports to systemd and, over HTTP, to probes and Prometheus.
 
-- `Stopper` and `Reloader` catch signals: the first SIGINT or SIGTERM asks for a clean end, the second one is obeyed
-  at once. They use plain handlers instead of the event loop's, because those also work before the loop runs, after it,
-  and while it waits for something that does not end, such as a frozen server. Enter them in the main thread.
+- `Stopper` and `Reloader` catch signals: the first SIGINT or SIGTERM asks for a clean end, the second one ends the
+  process at once. They use plain handlers instead of the event loop's, because those also work before and after the
+  loop runs, and while it is blocked by something that does not end, such as a frozen server. Enter them in the main
+  thread.
 - `Notifier` sends `sd_notify(3)` datagrams to systemd; a library would be longer than the code.
 - `Watched` answers probes and metrics while a lock or an election runs, and keeps systemd informed.
 
-Once a command runs, no failure to report may end it or hold it up: a supervisor that does not listen is no reason to
-stop leading.
+Once a command runs, a failed report must not end or delay it: a supervisor that does not listen is no reason to stop
+leading.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ __all__ = [
 ]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# systemd's variables for this process alone: a command that we run must not report in our name.
+# systemd's variables for this process only: a command that we run must not report in our name.
 VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 # How soon `systemctl status` shows a change.
 STATUS_S = 1.0
@@ -81,7 +82,7 @@ class Stopper:
     async def asked(self) -> int:
         """Return the signal once one has asked for the end."""
         event = asyncio.Event()
-        # In this order: a signal between the two lines is seen by one of them.
+        # In this order, a signal between the two lines is noticed by one of them.
         self._waiting = (asyncio.get_running_loop(), event)
         if self.signum is None:
             await event.wait()
@@ -89,7 +90,7 @@ class Stopper:
         return self.signum
 
     async def unless_asked(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Run `work`, and cancel it when a signal asks for the end. True if it has ended by itself."""
+        """Run `work`, and cancel it when a signal asks for the end. True if the work has ended by itself."""
         working, _ = await first_of(work, self.asked())
         return not working.cancelled()
 
@@ -97,7 +98,7 @@ class Stopper:
         if self.signum is not None:
             if signum == signal.SIGHUP:
                 return  # both the shell and the kernel send one when a terminal closes
-            # No clean-up: whatever hangs must not delay the end. The server frees the lock by itself.
+            # No clean-up, because something may hang. The server frees the lock by itself.
             os._exit(exit_code_for_signal(signum))
         self.signum = signum
         _wake(self._waiting)
@@ -123,7 +124,8 @@ class Reloader(Stopper):
 
     def __exit__(self, *exception: object) -> None:
         if self.signum is not None:
-            # Both the shell and the kernel send one when a terminal closes: the second may come as late as this.
+            # Both the shell and the kernel send a SIGHUP when a terminal closes: the second one may come as late as
+            # this.
             self._previous[signal.SIGHUP] = signal.SIG_IGN
         super().__exit__(*exception)
 
@@ -142,7 +144,7 @@ class Reloader(Stopper):
 
 @contextlib.contextmanager
 def ttou_blocked() -> Iterator[None]:
-    """Changing a terminal's modes or its foreground group from the background stops a caller without this."""
+    """Block SIGTTOU, which would stop a background process that changes a terminal's modes or foreground group."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
     try:
         yield
@@ -186,7 +188,7 @@ class Notifier:
         self._socket.setblocking(False)
         self._failed = False
         self.watchdog_s = watchdog_s
-        """How long systemd waits for a sign of life before it kills this process; None: it does not watch."""
+        """How long systemd waits for a keep-alive before it kills this process; None: no watchdog."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Self | None:
@@ -197,15 +199,15 @@ class Notifier:
         return cls(address, _watchdog_s(environ))
 
     def ready(self, status: str) -> None:
-        """The start is over. May be repeated."""
+        """Report that the start is complete. May be repeated."""
         self._send("READY=1", f"STATUS={_one_line(status)}")
 
     def status(self, status: str) -> None:
-        """One line for `systemctl status`."""
+        """Report one line for `systemctl status`."""
         self._send(f"STATUS={_one_line(status)}")
 
     def alive(self) -> None:
-        """A sign of life for `WatchdogSec=`."""
+        """Send a keep-alive for `WatchdogSec=`."""
         self._send("WATCHDOG=1")
 
     def stopping(self, status: str = "ending") -> None:
@@ -229,7 +231,7 @@ def _watchdog_s(environ: Mapping[str, str]) -> float | None:
     usec, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
     if not usec.isascii() or not usec.isdigit() or int(usec) == 0:
         return None
-    # Another pid: inherited from a parent that systemd watches.
+    # With another pid, the variable was inherited from a parent that systemd watches.
     return int(usec) / 1e6 if pid in ("", str(os.getpid())) else None
 
 
@@ -302,18 +304,18 @@ class Watched:
             self._notifier.close()
 
     def ready(self) -> None:
-        """The contender competes."""
+        """Report that the contender competes."""
         if self._notifier is not None and self._telling is None:
             self._notifier.ready(self._status())
             self._telling = asyncio.ensure_future(self._tell(self._notifier))
 
     def stopping(self) -> None:
-        """The contender competes no more."""
+        """Report that the contender no longer competes."""
         if self._notifier is not None:
             self._notifier.stopping()
 
     async def _tell(self, notifier: Notifier) -> None:
-        """Send signs of life from the loop that systemd watches, and the status when it has changed."""
+        """Send keep-alives from the loop, so that systemd watches the loop, and the status when it has changed."""
         said = ""
         every_s = min(STATUS_S, notifier.watchdog_s / 2) if notifier.watchdog_s else STATUS_S
         with contextlib.suppress(asyncio.CancelledError):
@@ -337,7 +339,7 @@ def _metrics_of(election: LeaderElection) -> "ElectionMetrics":
 
 
 def _status_of(contender: LeaderLock | LeaderElection) -> Callable[[], str]:
-    """Gives one line for people: what this node does now."""
+    """A function that returns one line for people: what this node does now."""
     if not isinstance(contender, LeaderElection):
         return lambda: "leading" if contender.is_leader else "standing by"
 

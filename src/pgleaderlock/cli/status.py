@@ -50,7 +50,7 @@ _HIDDEN = "not visible to this role (pg_read_all_stats shows it)"
 
 @dataclass(frozen=True, slots=True)
 class LockView:
-    """What the server showed of one lock."""
+    """One lock, as the server showed it."""
 
     server: Mapping[str, Any]
     holders: Sequence[Mapping[str, Any]]
@@ -59,14 +59,14 @@ class LockView:
 
     @property
     def lease(self) -> str | None:
-        """The lease that holds the role of this key, in words: it has no lock. None if there is none."""
+        """The lease that holds the role of this key, in words; a lease holds no lock. None if there is none."""
         found = self.ledger.view if self.ledger is not None else None
         return f"a lease of {found.node_id}" if found is not None and found.hold == "lease" else None
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerView:
-    """What the ledger says of the same key; `role` is None if no node has ever led it."""
+    """The role of the same key in the ledger; `role` is None if no node has ever led it."""
 
     readable: bool
     role: Mapping[str, Any] | None = None
@@ -75,7 +75,7 @@ class LedgerView:
     slot: history.SlotView | None = None
     """The newest slot of the name, if it was ever run once per tick."""
     elsewhere: str = ""
-    """Where there are roles, if this namespace has none: a wrong one may have been asked for."""
+    """Other namespaces with roles, if this one has none: the wrong one may have been asked for."""
 
 
 @click.command(short_help="Show who holds a lock.")
@@ -139,20 +139,20 @@ async def _newest_slot(look: PlainConnection, lock_key: LockKey) -> history.Slot
         return None
     try:
         found = await history.slots(look, lock_key.namespace, lock_key.name, limit=1)
-    except SchemaError:  # there are none yet, or not for this role: `history --slots` says so
+    except SchemaError:  # no slots yet, or this role may not read them: `history --slots` explains that
         return None
     return found[0] if found else None
 
 
 async def _look_at(look: PlainConnection, lock_key: LockKey) -> LockView:
-    """Ask the server who holds this lock and who waits for it."""
+    """Ask the server for the holders and the waiters of this lock."""
     server = await look.row("server_facts")
     rows = await look.rows("status_lock", classid=lock_key.key1 & 0xFFFFFFFF, objid=lock_key.key2 & 0xFFFFFFFF)
     return LockView(server, [row for row in rows if row["granted"]], [row for row in rows if not row["granted"]])
 
 
 async def who_holds(dsn: str, program: str, lock_key: LockKey) -> str:
-    """The holders in a few words, asked on a connection of its own. They may have changed by then."""
+    """The holders in a few words, read on a separate connection. They may have changed since the try."""
     view = await _view(dsn, lock_key, program)
     holders = " and ".join(_describe(holder) for holder in view.holders)
     return holders or view.lease or "nobody any more; a moment ago it was"
@@ -229,7 +229,7 @@ def _ledger_json(ledger: LedgerView | None) -> dict[str, Any] | None:
 
 
 def _fields(row: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """These columns as JSON can carry them: times in UTC; null for a column that is missing."""
+    """These columns as JSON types: times in UTC; null for a missing column."""
     return {name: _iso(value) if isinstance(value := row.get(name), dt.datetime) else value for name in names}
 
 

@@ -1,10 +1,10 @@
 """`pgleaderlock watch`: roles, leaders, nodes and changes, live in a terminal; one plain snapshot anywhere else.
 
-`_Watcher` reads the ledger, `picture` draws what it has seen for a screen of any size, `Terminal` has the screen and
-the keyboard. While the database is away, the last picture stays and says since when it is stale.
+`_Watcher` reads the ledger, `picture` draws the result for a screen of any size, `Terminal` handles the screen and the
+keyboard. While the database is unreachable, the last picture stays and shows since when it is stale.
 
-It reads and takes no lock. The picture depends on a snapshot and the size of the terminal, and on nothing else; the
-terminal must be given back on every way out.
+It only reads, and takes no lock. The picture depends only on a snapshot and the size of the terminal; the terminal must
+be restored on every exit.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ def watch(dsn: str, namespace: str, channel: str, interval: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one reading of the ledger has found, and when, by this machine's clock."""
+    """The result of one reading of the ledger, and its time by this machine's clock."""
 
     namespace: str
     roles: Sequence[history.RoleView]
@@ -108,7 +108,7 @@ class Snapshot:
     """The newest last."""
     at: dt.datetime
     elsewhere: str = ""
-    """Where there are roles, if there are none here."""
+    """Other namespaces with roles, if this one has none."""
 
 
 # --- The picture
@@ -117,7 +117,7 @@ class Snapshot:
 def picture(
     shot: Snapshot | None, *, width: int, height: int | None, page: int = 0, stale: str = "", keys: str = ""
 ) -> "RenderableType":
-    """One screenful; without a height everything. `stale` says since when, and why, this is not the present."""
+    """One screenful, or everything without a height. `stale` says since when, and why, the data is out of date."""
     from rich.console import Group  # noqa: PLC0415 - takes longer to import than --help takes to answer.
     from rich.text import Text  # noqa: PLC0415
 
@@ -131,7 +131,7 @@ def picture(
     remark, changes = "", shot.changes[-CHANGES_PRINTED:]
     if height is not None:
         around = LINES_AROUND + len(nodes) + len(advice) + bool(stale)
-        # A quarter of the screen, and what the roles do not need.
+        # The changes get a quarter of the screen, and the lines that the roles do not need.
         changes = shot.changes[-max(1, height // 4, height - around - len(roles)) :]
         left = height - around - len(changes)
         room = max(1, left - (len(roles) > left))  # one line for the remark
@@ -156,7 +156,7 @@ def picture(
 
 
 def _advice(roles: Sequence[history.RoleView], width: int) -> list[str]:
-    """Why nobody may act, and the command to copy: on a line of its own, if it does not fit behind the reason."""
+    """Why no node may act, and the command to copy: on a separate line if it does not fit after the reason."""
     lines = []
     for why, command in remedies(roles, REMEDIES_SHOWN):
         whole = f"{why} ->{command}"
@@ -194,7 +194,8 @@ def _nodes(shot: Snapshot, width: int, lines_max: int) -> "list[Text]":
 
 
 def _roles(roles: Sequence[history.RoleView], width: int, dim: str) -> "Table":
-    """Who leads and whether that node may act, in full; then what there is room for, the most useful first."""
+    """The leaders and whether they may act, in full; then further columns as far as there is room, most useful
+    first."""
     from rich.cells import cell_len  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
@@ -212,7 +213,7 @@ def _roles(roles: Sequence[history.RoleView], width: int, dim: str) -> "Table":
         ],
     }
     needs = {heading: max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()}
-    # A long name is cut before anything else is left out.
+    # Cut a long name before leaving out other columns.
     role_max = min(needs["role"], max(ROLE_COLUMNS_MIN, width * 2 // 5))
     left = width - role_max - needs["leader"] - needs["state"] - 2 * COLUMN_GAP
     shown = {"role", "leader", "state"}
@@ -246,9 +247,9 @@ def _change(event: history.Event, width: int, dim: str) -> "Text":
 
 
 class Terminal:
-    """While entered, has the whole screen and the keyboard. Ctrl-Z gives both back until the program is continued.
+    """While entered, takes over the screen and the keyboard. Ctrl-Z restores both until the program is continued.
 
-    `on_key` gets each key; for a signal that asks for the end it gets the key `q`.
+    `on_key` is called with each key, and with `q` for a signal that asks for the end.
     """
 
     ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -329,7 +330,7 @@ class Terminal:
 
 
 class _Watcher:
-    """Reads the ledger again and again, and keeps what was seen last."""
+    """Reads the ledger repeatedly, and keeps the last result."""
 
     def __init__(self, dsn: str, namespace: str, channel: str, interval_s: float) -> None:
         self._dsn = dsn
@@ -352,18 +353,18 @@ class _Watcher:
         print_table(self._console, picture(self._shot, width=self._console.width, height=None))
 
     async def live(self) -> None:
-        """Show it on the whole screen until `q` or a signal."""
+        """Show the snapshots on the whole screen until `q` or a signal."""
         looking: asyncio.Future[None] | None = None
         try:
             with Terminal(self._console, self._render, self._key) as terminal:
                 looking = asyncio.ensure_future(self._keep_looking(terminal))
                 await first_of(asyncio.shield(looking), self._tick(terminal), self._quit.wait())
         finally:
-            # After the terminal was given back: closing a connection may take a moment.
+            # After the terminal was restored, because closing a connection may take a moment.
             if looking is not None:
                 await cancel_and_wait(looking)
         if not looking.cancelled():
-            looking.result()  # it ends by an error alone
+            looking.result()  # it only ends with an error, which this raises
 
     async def _keep_looking(self, terminal: Terminal) -> None:
         async def read(look: LedgerLook) -> None:
@@ -395,7 +396,7 @@ class _Watcher:
         self._error = ""
 
     async def _tick(self, terminal: Terminal) -> None:
-        """Redraw a stale picture: it must say so even while a statement hangs."""
+        """Redraw regularly, so that the picture is marked as stale even while a statement hangs."""
         while True:
             await asyncio.sleep(TICK_S)
             if self._stale():
@@ -421,7 +422,7 @@ class _Watcher:
 
 
 def _in_brief(error: ConnectionError) -> str:
-    """One line has little room; `status` shows the whole error."""
+    """The error shortened for one line; `status` shows all of it."""
     if isinstance(error, Unreachable):
         return f"cannot connect ({error.kind})"
     return str(error).partition(":")[0]

@@ -1,6 +1,6 @@
-"""Connections for asyncio: each carries one request at a time, is kept for the next one, and is closed when in doubt.
+"""Connections for asyncio: each carries one request at a time, is kept alive for the next, and is closed when in doubt.
 
-Must never reuse a connection whose last response is unknown, and never decide about another try: a flow does.
+Must never reuse a connection whose last response is unknown, and never decide about a retry: the flow does.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class _Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         self.closed = True
         if self._waiter is not None and not self._waiter.done() and self.http.began:
-            # The end of the stream may be the end of a response.
+            # The end of the stream may complete a response.
             self.data_received(b"")
         return False
 
@@ -87,7 +87,7 @@ class _Connection(asyncio.Protocol):
 
 
 class AsyncPool:
-    """At most `connections_max` connections at a time. Those that wait for a lock leave two for everything else."""
+    """At most `connections_max` connections at a time, two of which requests that wait for a lock never use."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -131,7 +131,7 @@ class AsyncPool:
     async def _connect(self, send: Send) -> _Connection:
         self.check_open()
         endpoint = send.endpoint
-        # Never longer than for the response: a renewal must have time for the next server.
+        # A connect may not take longer than the response may: a renewal must have time to try the next server.
         timeout_s = min(self._core.connect_timeout_s, send.timeout_s)
         loop = asyncio.get_running_loop()
         try:
@@ -160,4 +160,4 @@ class AsyncPool:
         self._closed = True
         for endpoint in self._idle:
             self._drop_idle(endpoint)
-        await asyncio.sleep(0)  # the loop closes the sockets in its next turn
+        await asyncio.sleep(0)  # the loop closes the sockets in its next iteration

@@ -1,4 +1,4 @@
-"""What both clients share: their constructor, the checked settings, the servers, and the steps that a flow asks for.
+"""What both clients share: the constructor, the checked settings, the servers, and the steps that a flow yields.
 
 Must never wait or speak to a server.
 """
@@ -40,7 +40,7 @@ ENDPOINTS_MAX = 32
 
 
 class BaseClient(abc.ABC):
-    """What `AsyncLockClient` and `LockClient` have in common: how they are made, and who they are."""
+    """The base of `AsyncLockClient` and `LockClient`: constructor and owner id."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class BaseClient(abc.ABC):
 
     @abc.abstractmethod
     def _open(self) -> None:
-        """Make what waits: connections, heartbeat, background work."""
+        """Create the parts that do I/O: connections, heartbeat, background work."""
 
     @property
     def owner_id(self) -> str:
-        """The name under which the server shows us; by default host, pid and a random part."""
+        """The name under which the server shows this client; by default host, pid and a random part."""
         return self._core.owner_id
 
 
@@ -110,7 +110,7 @@ class Endpoint:
     port: int
     tls: bool
     headers: bytes = field(repr=False)
-    """Whole lines, among them the token: never shown."""
+    """Complete header lines. They contain the token: never show them."""
 
     def __str__(self) -> str:
         shown = f"[{self.host}]" if ":" in self.host else self.host
@@ -125,7 +125,7 @@ class ClientClosed(LockServerError):
 
 
 class NoAnswer(Exception):
-    """There was no response, or nothing could be sent. `stale`: a kept connection turned out to be closed."""
+    """There was no response, or nothing could be sent. `stale`: the server had closed a kept-alive connection."""
 
     def __init__(self, message: str, *, stale: bool = False) -> None:
         super().__init__(message)
@@ -134,31 +134,32 @@ class NoAnswer(Exception):
 
 @dataclass(slots=True, eq=False)
 class Send:
-    """A step of a flow: send this, and send the response into the flow or throw `NoAnswer`."""
+    """A step of a flow: the client sends this request, and passes the response to the flow or throws `NoAnswer` into
+    it."""
 
     request: HttpRequest
     endpoint: Endpoint
     timeout_s: float
-    """For the response, from the send."""
+    """The time for the response, from the send on."""
     waits: bool = False
-    """The server may wait before it answers: this must not use up the last connections."""
+    """The server may wait before it answers, so the request must not use the last connections."""
     fresh: bool = False
-    """Over a new connection. A server accepts connections in order, so this comes after whatever was sent before; on a
-    kept connection it might overtake a request whose connection has not been accepted yet."""
+    """Use a new connection. The server accepts connections in order, so it reads this request after all that were sent
+    before. On a kept-alive connection, it could overtake a request whose connection has not been accepted yet."""
     sent_at: float | None = None
-    """Set by the transport just before the first byte goes out. None: nothing has been sent."""
+    """Set by the transport just before it sends the first byte. None: nothing has been sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A step of a flow: go on after this delay."""
+    """A step of a flow: the client waits for this time."""
 
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RetryDelays:
-    """The bounds within which a client tries again."""
+    """The bounds of a client's retry delays."""
 
     delay_s_min: float = 0.0
     delay_s_max: float = 60.0
@@ -182,7 +183,7 @@ class RetryDelays:
 
 
 class Core:
-    """The checked settings of a client, and which server is asked next."""
+    """The checked settings of a client, and the server that it asks next."""
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class Core:
         self.endpoints = tuple(_endpoint(url, token) for url in given)
         self.connect_timeout_s = positive_s("connect_timeout_s", connect_timeout_s)
         self.request_timeout_s = positive_s("request_timeout_s", request_timeout_s)
-        # One for an acquire that waits, while others renew and release.
+        # At least one for an acquire that waits, besides the two for renewals and releases.
         self.connections_max = whole_number("connections_max", connections_max, least=3)
         self.retries = retries
         self.ssl_context = ssl_context
@@ -220,7 +221,7 @@ class Core:
         self._turn = 0
         self._store: dict[str, bytes] = {}
         self.refused: set[Endpoint] = set()
-        """Servers that were found to have another store."""
+        """The servers that turned out to have another store."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -228,21 +229,21 @@ class Core:
         return self.endpoints[self._turn % len(self.endpoints)]
 
     def failed(self, endpoint: Endpoint) -> None:
-        """Ask the next server from now on, unless another request has switched already."""
+        """This server has failed: use the next one from now on, unless another request has switched already."""
         if self.endpoint is endpoint:
             self._turn += 1
 
     @property
     def store(self) -> bytes | None:
-        """The store that our leases are in: that of the first server that answered. None: not known yet."""
+        """The id of the store that has our leases: that of the first server that answered. None: not known yet."""
         return self._store.get("first")
 
     def is_our_store(self, store: bytes | None) -> bool:
-        """False for another one. A server that does not say which it has is taken for ours."""
-        return store is None or self._store.setdefault("first", store) == store  # one step, for threads
+        """Is this the store that has our leases? A server that does not send its store id is trusted to have it."""
+        return store is None or self._store.setdefault("first", store) == store  # atomic, for threads
 
     def unique(self) -> str:
-        """A key that is used once. A forked child has our counter, but not our pid."""
+        """A key that is never used again. It contains the pid, because a forked child has a copy of the counter."""
         return f"{self._instance}-{os.getpid()}-{next(self._numbers)}"
 
 
@@ -267,7 +268,7 @@ def _endpoint(url: str, token: str | None) -> Endpoint:
     if parts.scheme not in DEFAULT_PORT or not parts.hostname or not _VISIBLE.fullmatch(parts.hostname):
         raise ConfigurationError("a server's URL looks like http://host:port or https://host:port")
     if parts.username is not None or parts.path not in {"", "/"} or parts.query or parts.fragment:
-        # Not repeated: it may hold a password.
+        # The message does not repeat the URL: it may contain a password.
         raise ConfigurationError(
             "a server's URL is scheme, host and port only, as in http://host:7420: no path, no query, no password"
         )

@@ -1,13 +1,13 @@
-"""Every conversation with the server, as a generator that decides and never waits.
+"""Every exchange with the server, as a generator ("flow") that decides but does no I/O.
 
-A flow yields `Send` or `Pause`; a client does that, blocking or awaiting, and sends the response in or throws
-`NoAnswer`. So both clients make the same decisions, and a test can play the network.
+A flow yields `Send` or `Pause`. A client carries that out, blocking or awaiting, and sends the response into the flow
+or throws `NoAnswer`. So both clients make the same decisions, and a test can play the network.
 
-- **Everything we send may be repeated.** An acquire carries an idempotency key, and a repeated renew or release changes
-  nothing. So a request whose response was lost is sent again, to the next server if there is one. Bounded by `tries`.
-- **A lease counts from the first send that may have caused it**: with an idempotent replay that is not the last one,
-  unless the server says how much is left of it.
-- A grant whose deadline has passed before it was read is not trusted until a renewal has confirmed it.
+- **Every request may be repeated.** An acquire has an idempotency key, and a repeated renew or release changes nothing.
+  So a request whose response was lost is sent again, to the next server if there is one, at most `tries` times.
+- **A lease counts from the first send that may have caused it.** With an idempotent replay that is not the last send,
+  unless the server says how much of the lease is left.
+- A grant that is read after its deadline is not trusted until a renewal has confirmed it.
 
 Must never contain `await`, a socket or a sleep.
 """
@@ -36,14 +36,14 @@ T = TypeVar("T")
 L = TypeVar("L", bound=BaseLease)
 Flow = Generator[Send | Pause, HttpResponse | None, T]
 MakeLease = Callable[[wire.Granted, float, float], L]
-"""Makes a lease of the grant, its ttl, and the moment from which it counts."""
+"""Creates a lease from the grant, its ttl, and the moment from which it counts."""
 
 TRIES_LEAST = 3
 PAUSE_S_MIN, PAUSE_S_MAX = 0.02, 0.1
-# Between two acquires, where the server has not recommended a delay.
+# The delay between two acquires if the server has not recommended one.
 BACK_OFF = ExponentialBackoff(base_s=0.1, max_s=5.0)
 WAIT_S_MAX = 86_400
-# The server lets one request wait this long; a longer wait is asked for again.
+# The longest wait of one request at the server; a longer wait takes several requests.
 SLICE_S_MAX = 60.0
 LEAST_WAIT_S = 0.01
 RELEASE_S_LEAST = 0.2
@@ -54,7 +54,7 @@ _log = get_logger("pgleaderlock")
 
 
 def call(core: Core, make: Callable[[Endpoint], Send], *, tries: int | None = None) -> Flow[tuple[HttpResponse, Send]]:
-    """One request, sent to the next server when there is no response or the server cannot serve (5xx)."""
+    """One request. If there is no response, or an error of the server (5xx), it is sent to the next server."""
     left = tries or max(TRIES_LEAST, len(core.endpoints) + 1)
     asked = 0
     trouble = other_store = ""
@@ -66,14 +66,14 @@ def call(core: Core, make: Callable[[Endpoint], Send], *, tries: int | None = No
         endpoint = core.endpoint
         send = make(endpoint)
         if core.store is not None:
-            # A server with another store then does nothing, and says so at once.
+            # A server with another store then refuses at once, without doing anything.
             send.request = send.request.with_header(b"X-Lock-Store: %s\r\n" % core.store)
         try:
             response = yield send
         except NoAnswer as error:
             trouble = f"{endpoint}: {error}"
             if error.stale and endpoint not in stale_seen:
-                # That a kept connection was closed says nothing about the server.
+                # Only a kept-alive connection was closed: the server need not have failed.
                 stale_seen.add(endpoint)
                 continue
         else:
@@ -82,7 +82,7 @@ def call(core: Core, make: Callable[[Endpoint], Send], *, tries: int | None = No
                 return response, send
             if response.status < 500:
                 other_store = f"; {endpoint} has another store, so its leases mean nothing here: {_ONE_STORE}"
-                if endpoint not in core.refused:  # once: it goes on for as long as the other servers are down
+                if endpoint not in core.refused:  # log it once, not at every request while the other servers are down
                     core.refused.add(endpoint)
                     _log.error("another_store", server=str(endpoint), remedy=_ONE_STORE)
             retry_after_s = wire.retry_after_s(response)
@@ -105,7 +105,7 @@ def _ask(
 
 @dataclass(eq=False)
 class AcquireAttempt:
-    """One wish for a lock: its key, and every send of it whose outcome is unknown."""
+    """One acquire: its idempotency key, and every send of it whose outcome is unknown."""
 
     core: Core
     lock_name: str
@@ -115,7 +115,7 @@ class AcquireAttempt:
     key: str
     open_sends: list[Send] = field(default_factory=list)
     granted: wire.Granted | None = None
-    """A lease that the server has granted, and that the caller has not received yet."""
+    """A lease that the server has granted but the caller has not received yet."""
 
     @property
     def may_hold(self) -> bool:
@@ -123,24 +123,25 @@ class AcquireAttempt:
         return self.granted is not None or any(send.sent_at is not None for send in self.open_sends)
 
     def counted_from(self, granted: wire.Granted) -> float:
-        """The moment at which the lease began, or an earlier one."""
+        """A moment at or before the beginning of the lease."""
         sent = [send.sent_at for send in self.open_sends if send.sent_at is not None]
         return _counted_from(granted, self.ttl_s, min(sent), sent[-1])
 
     def settled(self) -> None:
-        """The outcome is known: nothing of this attempt has to be cleaned up."""
+        """The outcome is known: there is nothing to clean up."""
         self.granted = None
         self.open_sends.clear()
 
     def clean_up(self) -> Flow[None]:
-        """Give back what an acquire may have got that was cancelled or had no answer.
+        """Release the lease that a cancelled or unanswered acquire may have got.
 
-        The same key brings the lease that was granted, if there is one; or, when the lock was free, a new one. Either
-        is released at once. The caller bounds the time; the ttl ends what stays.
+        An acquire with the same key returns the lease that was granted, if there is one, or a new one if the lock is
+        free. Either is released at once. The caller bounds the time; a lease that stays ends with its ttl.
         """
         if self.granted is None:
             request = wire.acquire_request(self.lock_name, self.core.owner_id, self.ttl_ms, 0, self.key)
-            # After what it cleans up: otherwise it would find the lock free, and the late request would take it.
+            # On a new connection, so that the server reads it after the request that it cleans up. Otherwise it could
+            # find the lock free, and the late request would take the lock afterwards.
             response, _ = yield from _ask(self.core, request, fresh=True)
             outcome = wire.outcome_of_acquire(response.status, wire.answer(response, conflict=True))
             if isinstance(outcome, LockHeld):
@@ -150,13 +151,13 @@ class AcquireAttempt:
 
 
 def _counted_from(granted: wire.Granted, ttl_s: float, first: float, last: float) -> float:
-    """The moment at which a lease began, or an earlier one. `last` is the send that was answered."""
+    """A moment at or before the beginning of the lease. `last` is the send that was answered."""
     if not granted.replayed:
         return last + granted.waited_ms / 1000
-    # It was granted to an earlier send. To which, and how long that one had waited, is unknown.
+    # The lease was granted to an earlier send; which one, and how long that one had waited, is unknown.
     if granted.remaining_ms is None:
         return first
-    return last + granted.remaining_ms / 1000 - ttl_s  # so much was left when the last send had arrived
+    return last + granted.remaining_ms / 1000 - ttl_s  # remaining_ms was left when the last send had arrived
 
 
 def new_attempt(core: Core, lock_name: str, ttl_s: float, wait_s: float) -> AcquireAttempt:
@@ -176,7 +177,7 @@ def acquire(attempt: AcquireAttempt, make_lease: MakeLease[L], wait_s: float) ->
         left_s = until - clock.now()
         if left_s < LEAST_WAIT_S:
             raise outcome
-        # A slice of the wait is over, or the server stops and has sent its waiters away.
+        # A slice of the wait is over, or the server is stopping and has refused its waiters.
         yield Pause(min(left_s, max(PAUSE_S_MIN, min(outcome.recommended_retry_s, PAUSE_S_MAX))))
     attempt.granted = outcome
     lease = make_lease(outcome, attempt.ttl_s, attempt.counted_from(outcome))
@@ -193,7 +194,7 @@ def _ask_for_lock(attempt: AcquireAttempt, until: float) -> Flow[wire.Granted | 
         left_s = min(SLICE_S_MAX, max(0.0, until - core.clock.now()))
         wait_ms = round(left_s * 1000)
         request = wire.acquire_request(attempt.lock_name, core.owner_id, attempt.ttl_ms, wait_ms, attempt.key)
-        # Longer than the server's own wait by the time that an answer may take: otherwise we could miss a grant.
+        # The timeout is the server's wait plus the time for an answer: otherwise the client could miss a grant.
         send = Send(request, endpoint, left_s + core.request_timeout_s, waits=wait_ms > 0)
         attempt.open_sends.append(send)
         return send
@@ -209,7 +210,8 @@ def _ask_for_lock(attempt: AcquireAttempt, until: float) -> Flow[wire.Granted | 
 
 
 def _confirm(attempt: AcquireAttempt, granted: wire.Granted, make_lease: MakeLease[L]) -> Flow[L]:
-    """The response was late: a renewal says whether the lease is still good, and counts from now."""
+    """The response came too late: a renewal finds out whether the lease is still valid, and counts from its own
+    send."""
     core = attempt.core
     request = wire.renew_request(granted.proof, attempt.ttl_ms)
     response, send = yield from _ask(core, request, _renew_timeout_s(core, attempt.ttl_s))
@@ -226,7 +228,7 @@ def _confirm(attempt: AcquireAttempt, granted: wire.Granted, make_lease: MakeLea
 
 @dataclass
 class RetryPlan:
-    """When to try again, and when to stop: at most `max_retries` more tries, all within `max_total_wait_s`."""
+    """The delays of `acquire_with_retry`: at most `max_retries` more tries, all within `max_total_wait_s`."""
 
     core: Core
     max_retries: int
@@ -245,7 +247,8 @@ class RetryPlan:
         return max(0.0, self.began + self.max_total_wait_s - self.core.clock.now())
 
     def next_delay_s(self, recommended_s: float | None) -> float | None:
-        """What the server recommends, or a back-off, within the client's bounds and with its jitter."""
+        """The delay that the server recommends, or a back-off, within the client's bounds and with jitter; None to
+        stop."""
         if self.retries >= self.max_retries:
             return None
         wanted_s = recommended_s or BACK_OFF.delay_s(self.retries + 1)
@@ -257,9 +260,9 @@ class RetryPlan:
 
 
 def acquire_with_retry(attempt: AcquireAttempt, make_lease: MakeLease[L], plan: RetryPlan) -> Flow[L]:
-    """Try until the plan gives up, and then raise the last reason.
+    """Try until the plan gives up, and then raise the last error.
 
-    One key for all tries: a later one finds what was granted late to an earlier one.
+    All tries have the same key, so a later one finds a lease that was granted late to an earlier one.
     """
     while True:
         error: LockHeld | LeaseLost | LockServerUnreachable | LockServerRefused
@@ -286,14 +289,14 @@ def acquire_with_retry(attempt: AcquireAttempt, make_lease: MakeLease[L], plan: 
 
 
 def _renew_timeout_s(core: Core, ttl_s: float) -> float:
-    """Short enough that a lost response leaves time for another try."""
+    """The timeout of a renewal: short enough to leave time for another try after a lost response."""
     return min(core.request_timeout_s, max(0.05, ttl_s / 3))
 
 
 def renew(core: Core, lease: BaseLease, ttl_s: float | None) -> Flow[None]:
-    """Extend a lease from now. Raises `LeaseLost` when it is gone."""
+    """Renew a lease from now. Raises `LeaseLost` if it has ended."""
     if not lease.valid:
-        lease._end(LeaseState.LOST, "deadline")  # noqa: SLF001 - its watchers should know as well
+        lease._end(LeaseState.LOST, "deadline")  # noqa: SLF001 - tell its watchers as well
     lease.raise_if_lost()
     extend_ms = wire.ttl_ms(lease.ttl_s if ttl_s is None else ttl_s)
     ticket = lease._about_to_renew(extend_ms / 1000, core.clock.now())  # noqa: SLF001 - the lease is for us to keep
@@ -305,7 +308,7 @@ def renew(core: Core, lease: BaseLease, ttl_s: float | None) -> Flow[None]:
 
 
 def _renewed(lease: BaseLease, ticket: RenewTicket, renewed: bool, sent_at: float) -> bool:
-    """Take over the server's answer to a renewal: False, and the lease is lost, unless it is extended."""
+    """Apply the server's answer to a renewal. False if the lease was not extended: it is lost then."""
     if renewed and lease._renewed(ticket, sent_at):  # noqa: SLF001
         return True
     lease._end(LeaseState.LOST, "deadline" if renewed else "not_owner")  # noqa: SLF001
@@ -313,7 +316,7 @@ def _renewed(lease: BaseLease, ticket: RenewTicket, renewed: bool, sent_at: floa
 
 
 def renew_together(core: Core, plan: HeartbeatPlan, renewals: Sequence[Renewal]) -> Flow[None]:
-    """One call for all of them, sent once: the plan is told the outcome, and decides about another try."""
+    """Renew several leases in one call, sent once. The plan gets the outcome, and decides about a retry."""
     now = core.clock.now()
     timeout_s = plan.timeout_s(renewals)
     tickets = [renewal.lease._about_to_renew(renewal.lease.ttl_s, now) for renewal in renewals]  # noqa: SLF001
@@ -342,14 +345,14 @@ def renew_together(core: Core, plan: HeartbeatPlan, renewals: Sequence[Renewal])
 
 
 def release(core: Core, lease: BaseLease) -> Flow[bool]:
-    """Give a lease back. True if that ended it, False if it had ended before. Repeating it is no error."""
-    ours = lease._end(LeaseState.RELEASED)  # noqa: SLF001 - from here on a refused renewal is no loss
-    # One that was given up at its deadline may still exist at the server: freeing it lets the next holder in sooner.
+    """Release a lease. True if that ended it, False if it had ended before. It may be called repeatedly."""
+    ours = lease._end(LeaseState.RELEASED)  # noqa: SLF001 - from here on a refused renewal is not a loss
+    # A lease that was given up at its deadline may still exist at the server: release it for the next holder.
     if not ours and (lease.state is LeaseState.RELEASED or lease.loss().reason != "deadline"):
         return False
     left_s = lease.deadline - core.clock.now()
     request = wire.release_request(proof_of(lease))
-    # The caller never waits longer for this than the lease itself would have lasted.
+    # Never wait longer for the answer than the lease itself would have lasted.
     timeout_s = min(core.request_timeout_s, max(RELEASE_S_LEAST, left_s))
     sends: list[Send] = []
 
@@ -360,27 +363,27 @@ def release(core: Core, lease: BaseLease) -> Flow[bool]:
     response, _ = yield from call(core, make)
     if wire.outcome_of_release(wire.answer(response)):
         return True
-    # An earlier send of this very release may have ended it, and its response was lost. While the lease was ours by
-    # our own clock, nothing else is likely.
+    # An earlier send of this release may have ended the lease, and its response was lost. As long as the lease was
+    # valid by our clock, anything else is unlikely.
     return left_s > 0 and sum(send.sent_at is not None for send in sends) > 1
 
 
 def release_again(core: Core, lease: BaseLease) -> Flow[None]:
-    """Send a release whose answer nobody waits for."""
+    """Send a release without waiting for its answer."""
     if not lease.forked:
         yield from _ask(core, wire.release_request(proof_of(lease)))
 
 
 def give_back(core: Core, lease: BaseLease) -> Flow[LeaseLost | None]:
-    """The release at the end of a `lock` block; returns the loss if the lease had ended before, unnoticed."""
+    """Release the lease at the end of a `lock` block; returns the loss if the lease had ended unnoticed."""
     if lease.state is LeaseState.RELEASED:
-        return None  # by the block itself
+        return None  # the block has released it
     try:
         if (yield from release(core, lease)):
             return None
     except LockServerError as error:
         _log.warning("release_failed", lock=lease.lock_name, error=error)
-        return None  # by our own clock the lease was ours until now
+        return None  # by our clock, the lease was valid until now
     text = f"the lease of {lease.lock_name!r} had ended before it was released: broken, or the server lost it"
     return LeaseLost(lease.lock_name, "not_owner", text)
 
@@ -411,7 +414,7 @@ def break_lock(core: Core, lock_name: str) -> Flow[wire.LockInfo]:
 
 @dataclass(frozen=True)
 class Acquire:
-    """Ask for a lock. Does not wait."""
+    """Acquire a lock. Does not wait."""
 
     lock_name: str
     ttl_s: float = 30.0
@@ -419,14 +422,14 @@ class Acquire:
 
 @dataclass(frozen=True)
 class Renew:
-    """Extend a lease from now by its ttl."""
+    """Renew a lease: from now, for its ttl."""
 
     lease: BaseLease
 
 
 @dataclass(frozen=True)
 class Release:
-    """Give a lease back."""
+    """Release a lease."""
 
     lease: BaseLease
 
@@ -436,7 +439,7 @@ Outcome = Union[L, LockHeld, LockServerRefused, bool]  # noqa: UP007 - an alias 
 
 
 class BatchAttempt:
-    """The operations as they are sent, each acquire with its own key, and every send of them."""
+    """The operations to send, each acquire with its own key, and every send of them."""
 
     def __init__(self, core: Core, operations: Sequence[Operation]) -> None:
         if not 1 <= len(operations) <= wire.BATCH_MAX:
@@ -458,7 +461,7 @@ class BatchAttempt:
         if isinstance(operation, Renew):
             self.tickets[index] = lease._about_to_renew(lease.ttl_s, self.core.clock.now())  # noqa: SLF001
             return wire.renew_operation(proof_of(lease), wire.ttl_ms(lease.ttl_s))
-        lease._end(LeaseState.RELEASED)  # noqa: SLF001 - from here on a refused renewal is no loss
+        lease._end(LeaseState.RELEASED)  # noqa: SLF001 - from here on a refused renewal is not a loss
         return wire.release_operation(proof_of(lease))
 
     @property
@@ -470,7 +473,7 @@ class BatchAttempt:
         return bool(self.acquires) and any(send.sent_at is not None for send in self.sends)
 
     def clean_up(self) -> Flow[None]:
-        """As for a single acquire."""
+        """Release the leases that the batch may have got, as for a single acquire."""
         response, _ = yield from _ask(self.core, wire.batch_request(self.acquires), fresh=True)
         results = wire.batch_results(wire.answer(response), len(self.acquires))
         outcomes = [wire.outcome_of_acquire(status, body) for status, body in results if status == 200]

@@ -1,9 +1,9 @@
-"""HTTP/1.1 as the client speaks it: bytes in, one response out. No socket, no clock, no waiting.
+"""The client's HTTP/1.1 parser: bytes in, one response out. No socket, no clock, no waiting.
 
-One `HttpConnection` belongs to one TCP connection and serves one request after the other. It reads what RFC 9112 lets a
-server send, strictly: what is ambiguous is refused, everything has a bound, and after anything irregular the connection
-is not used again. A test compares it with h11 on sound and on damaged responses. It is not h11 because that took a
-quarter of a whole acquire and release cycle.
+One `HttpConnection` belongs to one TCP connection and serves one request after the other. It parses strictly what RFC
+9112 allows a server to send: ambiguous input is refused, everything has a bound, and after any irregularity the
+connection is not used again. A test compares it with h11 on valid and on damaged responses. h11 itself is not used,
+because it took a quarter of a whole acquire and release cycle.
 
 Must never read, write or wait, and never guess.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 __all__ = ["BadResponse", "HttpConnection", "HttpRequest", "HttpResponse"]
 
-# A page of a thousand locks is some 300 kB, a batch of 500 results less.
+# A page of a thousand locks takes some 300 kB, a batch of 500 results less.
 BODY_BYTES_MAX = 8 * 1024 * 1024
 HEAD_BYTES_MAX = 16 * 1024
 CHUNK_LINE_BYTES_MAX = 256
@@ -24,7 +24,7 @@ KNOWN_HEADS_MAX = 8
 _VALUE = rb"[\t\x20-\x7e\x80-\xff]*"
 _LINE = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:" + _VALUE
 _HEADER = re.compile(_LINE)
-# Checks the whole head at once; only the lines that matter here are looked at afterwards.
+# Checks the whole head at once; afterwards only the lines that matter here are parsed.
 _HEAD = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: " + _VALUE + rb")?(?:\r\n" + _LINE + rb")*")
 # The head of nearly every response of our own server: only status and length matter.
 _USUAL_HEAD = re.compile(
@@ -42,7 +42,7 @@ _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)
 
 
 class BadResponse(Exception):
-    """The bytes are no valid response, are too many, or ended in the middle."""
+    """The bytes are not a valid response, are too many, or ended too early."""
 
 
 class HttpRequest(NamedTuple):
@@ -62,7 +62,7 @@ class HttpResponse(NamedTuple):
     body: bytes
     retry_after: bytes | None = None
     store: bytes | None = None
-    """Which store the server has, if it says so."""
+    """The store id of the server, if it sends one."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class _Head:
     status: int
     keep_alive: bool
     length: int | None
-    """None: chunked, or until the end of the stream."""
+    """None: the body is chunked, or goes on until the end of the stream."""
     chunked: bool
     retry_after: bytes | None
     store: bytes | None = None
@@ -89,7 +89,7 @@ class HttpConnection:
         self._interim = 0
         self._in_trailers = False
         self.began = False
-        """Some byte of the current response has arrived."""
+        """At least one byte of the current response has arrived."""
         self.reusable = True
         """The last response was complete, nothing followed it, and both sides keep the connection."""
 
@@ -134,7 +134,7 @@ class HttpConnection:
         return self._read_body(self._head, data)
 
     def _usual(self, data: bytes) -> HttpResponse | None:
-        """A whole response with a usual head, which is mostly identical to the one before."""
+        """Parse a complete response with a usual head, which is mostly identical to the previous one."""
         end = data.find(b"\r\n\r\n") + 4
         head = data[:end]
         known = self._known_heads.get(head)
@@ -223,7 +223,7 @@ class HttpConnection:
             self._in_trailers = size == 0
 
     def _read_trailers(self) -> bool:
-        """Skip them up to the empty line: nothing in them matters here."""
+        """Skip the trailers up to the empty line: nothing in them matters here."""
         while (line := self._line(HEAD_BYTES_MAX)) is not None:
             if not line:
                 return True
@@ -244,7 +244,7 @@ class HttpConnection:
 
     def _complete(self, head: _Head, body: bytes) -> HttpResponse:
         self._chunks.clear()
-        # Bytes behind the response belong to no request.
+        # Bytes after the response belong to no request.
         self.reusable = head.keep_alive and not self._buffer
         return HttpResponse(head.status, body, head.retry_after, head.store)
 

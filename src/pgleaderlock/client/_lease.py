@@ -1,14 +1,14 @@
-"""What this process knows of its leases: until when each may be relied on, whether it has ended, when to renew it.
+"""This process's view of its leases: until when each is valid, whether it has ended, when to renew it.
 
     HELD ── release() ──▶ RELEASED
       └──── the server says no, or the deadline passes ──▶ LOST
 
-**The deadline is our own.** It is counted on the boot-time clock from the moment *before* the request that last
-extended the lease was sent, so that the server's lease always outlives it; the server's wall-clock expiry is never
-used. A renewal that is answered after the deadline does not revive a lease that was given up.
+**The deadline is the client's own.** It counts on the boot-time clock from *before* the request that last extended the
+lease was sent, so the server's lease always outlives it. The server's wall-clock expiry is never used. A renewal that
+is answered after the deadline does not revive a lease that was given up.
 
-What it does not promise: that no write of yours is still on its way when the deadline passes. Pass the fencing token to
-whatever must refuse a stale writer.
+What it does not promise: that no write of yours is still under way when the deadline passes. Pass the fencing token to
+the resource that must refuse a stale writer.
 
 Must never wait or speak to a server, and never end a lease that was released.
 """
@@ -39,7 +39,7 @@ __all__ = [
     "proof_of",
 ]
 
-# Two clocks may run at rates that differ by a hundredth; the rest is for the time between looking and acting.
+# The rates of two clocks may differ by 1 %; the rest of the margin is for the time between the check and the act.
 MARGIN_SHARE = 0.01
 MARGIN_S_LEAST = 0.002
 # Renewed at a third of the ttl, so that two renewals in a row may fail.
@@ -53,7 +53,7 @@ _log = get_logger("pgleaderlock")
 
 
 def margin_s(ttl_s: float) -> float:
-    """How much sooner than the server we let a lease of this length end."""
+    """How much earlier than at the server a lease of this length ends here."""
     return min(ttl_s / 2, MARGIN_SHARE * ttl_s + MARGIN_S_LEAST)
 
 
@@ -65,7 +65,7 @@ class LeaseState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RenewTicket:
-    """A renewal that is about to be sent: what it means if it is acknowledged."""
+    """A renewal that is about to be sent, and its effect if it is acknowledged."""
 
     ttl_s: float
     generation: int
@@ -87,7 +87,8 @@ class BaseLease:
         self.owner_id = granted.owner_id
         self.lease_id = granted.lease_id
         self.fencing_token = granted.fencing_token
-        """Higher than that of every earlier lease of this lock. Pass it to whatever must refuse stale writers."""
+        """Higher than the token of every earlier lease of this lock. Pass it to the resource that must refuse stale
+        writers."""
         self._clock = clock
         self._ttl_s = ttl_s
         self._deadline = counted_from + ttl_s - margin_s(ttl_s)
@@ -101,34 +102,36 @@ class BaseLease:
 
     @property
     def state(self) -> LeaseState:
-        """`LOST` as soon as the deadline has passed, although nothing may have acted on it yet."""
+        """The state. It is `LOST` as soon as the deadline has passed, even before anything has reacted to that."""
         return LeaseState.LOST if self._state is LeaseState.HELD and not self.valid else self._state
 
     @property
     def forked(self) -> bool:
-        """It belongs to our parent process. Its mutex may be held by a thread that does not exist here."""
+        """Does the lease belong to the parent process? Then its mutex may be held by a thread that does not exist
+        here."""
         return self._pid != os.getpid()
 
     @property
     def ttl_s(self) -> float:
-        """What a renewal extends it by."""
+        """The duration that a renewal gives it."""
         return self._ttl_s
 
     @property
     def deadline(self) -> float:
-        """On the boot-time clock of this machine."""
+        """The deadline on the boot-time clock of this machine."""
         return self._deadline
 
     @property
     def remaining_s(self) -> float:
-        """How long it may still be relied on; 0 when it has ended."""
+        """How long the lease is still valid; 0 if it has ended."""
         if self._state is not LeaseState.HELD or self.forked:
             return 0.0
         return max(0.0, self._deadline - self._clock.now())
 
     @property
     def valid(self) -> bool:
-        """Decided by the clock now: False at once in a process that wakes from a long pause."""
+        """Whether the lease is valid, by the clock at this moment: False at once in a process that wakes from a long
+        pause."""
         return self.remaining_s > 0
 
     def raise_if_lost(self) -> None:
@@ -154,32 +157,32 @@ class BaseLease:
             f"remaining_s={self.remaining_s:.3f}>"
         )
 
-    # --- For the client alone
+    # --- For the client only
 
     def _about_to_renew(self, ttl_s: float, now: float) -> RenewTicket:
-        """Called before the send. A shorter ttl may take effect from now on, so the deadline is shortened now."""
+        """Called before a renewal is sent. A shorter ttl may take effect from now on, so this shortens the deadline."""
         with self._mutex:
             if ttl_s < self._ttl_s:
-                # A renewal with the longer ttl may reach the server before or after this one: it no longer counts.
+                # A renewal with the longer ttl may reach the server before or after this one: ignore its answer.
                 self._generation += 1
                 self._deadline = min(self._deadline, now + ttl_s - margin_s(ttl_s))
             self._ttl_s = ttl_s
             return RenewTicket(ttl_s, self._generation)
 
     def _renewed(self, ticket: RenewTicket, sent_at: float) -> bool:
-        """The server has acknowledged. False if that came too late, after the lease was given up."""
+        """The server has acknowledged the renewal. False if that came too late, after the lease was given up."""
         with self._mutex:
             if self._state is not LeaseState.HELD:
                 return False
             if self._deadline <= self._clock.now():
-                return False  # since the deadline it may have been seen as lost
+                return False  # the lease may have been reported as lost since its deadline
             self._trouble = None
             if ticket.generation == self._generation:
                 self._deadline = max(self._deadline, sent_at + ticket.ttl_s - margin_s(ticket.ttl_s))
             return True
 
     def _not_renewed(self, trouble: BaseException) -> None:
-        """A renewal had no answer: if none has, this is why the lease is lost."""
+        """A renewal got no answer. If none gets one, this is the reason for the loss."""
         self._trouble = trouble
 
     def _end(self, state: LeaseState, why: str = "") -> bool:
@@ -237,7 +240,7 @@ class BaseHeartbeat(Generic[L]):
 
 @dataclass(eq=False)
 class Renewal:
-    """When one lease is renewed next."""
+    """The schedule of one lease's next renewal."""
 
     lease: BaseLease
     interval_s: float
@@ -248,23 +251,23 @@ class Renewal:
 
 @dataclass(frozen=True)
 class Due:
-    """What to do now: renew these, one call per batch; then ask the plan again at `wake_at`."""
+    """What to do now: renew these leases, with one call per batch; then ask the plan again at `wake_at`."""
 
     batches: list[list[Renewal]]
     wake_at: float | None
-    """None: nothing is left to do."""
+    """None: no lease is left to renew."""
 
 
 class HeartbeatPlan:
-    """When to renew which leases of one client, which of them together, and which are lost.
+    """Decides when to renew each lease of one client, which of them together, and which are lost.
 
     One plan serves a whole client, because leases that are renewed together cost one call: two calls for 1,000 leases.
     A task or a thread asks `due` what to do now, does it, and asks again at `wake_at` or when it is woken.
 
-    - A lease is lost when the server says so, or when its own deadline passes, even while a renewal is on its way.
-    - A renewal without an answer is no loss: it is tried again, at the next server, until the deadline.
+    - A lease is lost when the server says so, or when its own deadline passes, even while a renewal is under way.
+    - A renewal without an answer is not a loss: it is sent again, to the next server, until the deadline.
 
-    Safe to use from any thread: a renewal is answered in another one than `due` is called in.
+    Safe to use from any thread: a renewal is answered on another thread than the one that calls `due`.
     """
 
     def __init__(self, core: Core) -> None:
@@ -276,7 +279,7 @@ class HeartbeatPlan:
         return len(self._renewals)
 
     def add(self, lease: BaseLease, interval_s: float | None) -> None:
-        """Keep a lease from now on. A second call changes its interval."""
+        """Renew a lease from now on. A second call changes its interval."""
         interval_s = lease.ttl_s * INTERVAL_SHARE if interval_s is None else positive_s("interval_s", interval_s)
         if interval_s >= lease.ttl_s:
             raise ConfigurationError(
@@ -292,7 +295,7 @@ class HeartbeatPlan:
             self._renewals.pop(lease, None)
 
     def due(self) -> Due:
-        """End what is over, and say what is due."""
+        """End the leases whose deadline has passed, and return what is due."""
         with self._mutex:
             now = self._core.clock.now()
             for renewal in list(self._renewals.values()):
@@ -316,7 +319,7 @@ class HeartbeatPlan:
         return min(moments, default=None)
 
     def timeout_s(self, renewals: Sequence[Renewal]) -> float:
-        """For one call: half of what the most urgent lease has left, so that there is time for another try."""
+        """The timeout of one call: half of the remaining time of the most urgent lease, to leave time for a retry."""
         left_s = min(renewal.lease.remaining_s for renewal in renewals)
         return max(TIMEOUT_S_LEAST, min(self._core.request_timeout_s, left_s / 2))
 
@@ -330,7 +333,7 @@ class HeartbeatPlan:
         self._lose(renewal, "not_owner")
 
     def failed(self, renewals: Sequence[Renewal], error: Exception) -> None:
-        """There was no usable answer: try again soon, a little later each time."""
+        """There was no usable answer: try again soon, with a growing delay."""
         now = self._core.clock.now()
         for renewal in renewals:
             renewal.under_way = False

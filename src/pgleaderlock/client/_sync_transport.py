@@ -1,8 +1,8 @@
-"""Blocking connections: each carries one request at a time, is kept for the next one, and is closed when in doubt.
+"""Blocking connections: each carries one request at a time, is kept alive for the next, and is closed when in doubt.
 
 Safe for any number of threads. A forked child does not use its parent's connections.
 
-Must never reuse a connection whose last response is unknown, and never decide about another try: a flow does.
+Must never reuse a connection whose last response is unknown, and never decide about a retry: the flow does.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pgleaderlock.client._http1 import BadResponse, HttpConnection, HttpResponse
 __all__ = ["SyncPool"]
 
 CHUNK_BYTES = 64 * 1024
-# Setting a timeout is a system call: it is set again only when it is longer, or shorter by more than this.
+# Setting a timeout is a system call: it is only set if it is longer than before, or shorter by more than this.
 TIMEOUT_SLACK_S = 0.001
 
 
@@ -37,7 +37,7 @@ class _Connection:
 
     @property
     def silent(self) -> bool:
-        """Nothing has arrived since the last response: no end of the stream, no bytes that belong to no request."""
+        """Has nothing arrived since the last response, neither the end of the stream nor stray bytes?"""
         return not self._poll.poll(0)
 
     def exchange(self, send: Send, core: Core) -> HttpResponse:
@@ -77,7 +77,7 @@ class _Connection:
 
 
 class _Slots:
-    """Bounds the requests under way. Two semaphores of the standard library would take four times as long."""
+    """Bounds the requests under way. Two semaphores of the standard library would be four times as slow."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -110,7 +110,7 @@ class _Slots:
 
 
 class SyncPool:
-    """At most `connections_max` connections at a time. Those that wait for a lock leave two for everything else."""
+    """At most `connections_max` connections at a time, two of which requests that wait for a lock never use."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -172,7 +172,7 @@ class SyncPool:
     def _connect(self, send: Send) -> _Connection:
         self.check_open()
         endpoint = send.endpoint
-        # Never longer than for the response: a renewal must have time for the next server.
+        # A connect may not take longer than the response may: a renewal must have time to try the next server.
         timeout_s = min(self._core.connect_timeout_s, send.timeout_s)
         try:
             sock = socket.create_connection((endpoint.host, endpoint.port), timeout_s)

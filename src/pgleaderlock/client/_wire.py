@@ -1,9 +1,9 @@
 """The lock server's JSON: requests as bytes, responses as values, refusals as exceptions.
 
-Each field of an answer is checked; unknown fields are ignored, so that a newer server can send more. An answer that
-cannot be understood is `LockServerError`: whether the server did anything is then unknown.
+Each field of a response is checked; unknown fields are ignored, so that a newer server can send more. A response that
+cannot be understood raises `LockServerError`: whether the server has done anything is then unknown.
 
-Must never wait, and knows nothing of leases or clocks.
+Must never wait, and must not depend on leases or clocks.
 """
 
 import json
@@ -28,7 +28,7 @@ _quoted = json.encoder.encode_basestring
 
 
 class Proof(NamedTuple):
-    """What identifies one lease to the server: every renewal and release must carry all of it."""
+    """What identifies one lease to the server: every renewal and release must have all of it."""
 
     lock_name: str
     owner_id: str
@@ -41,7 +41,7 @@ class Proof(NamedTuple):
 
     @property
     def body(self) -> str:
-        """The same as JSON, without the name, which is in the path."""
+        """The proof as JSON, without the lock's name, which is in the path."""
         owner_id, lease_id = _quoted(self.owner_id), _quoted(self.lease_id)
         return f'"owner_id":{owner_id},"lease_id":{lease_id},"fencing_token":{self.fencing_token}'
 
@@ -55,9 +55,9 @@ class Granted(NamedTuple):
     fencing_token: int
     waited_ms: int
     replayed: bool
-    """It was granted to an earlier request with the same key."""
+    """The lease was granted to an earlier request with the same key."""
     remaining_ms: int | None = None
-    """How long it was still good when the server answered. None: the server does not say."""
+    """How long the lease was still valid when the server answered. None: the server does not say."""
 
     @property
     def proof(self) -> Proof:
@@ -72,7 +72,7 @@ class LockInfo:
     held: bool
     owner_id: str | None
     lease_id: str | None
-    """Only for callers that may see it."""
+    """None unless the caller may see it."""
     fencing_token: int
     """The highest that was ever granted for this lock."""
     lease_expiry_ms: int | None
@@ -105,7 +105,7 @@ def ttl_ms(ttl_s: float) -> int:
     return milliseconds("ttl_s", ttl_s, least_ms=1, most_ms=TTL_MS_MAX)
 
 
-@lru_cache(maxsize=1024)  # a program uses few names, again and again
+@lru_cache(maxsize=1024)  # a program uses a few names repeatedly
 def _path(lock_name: str, verb: bytes) -> bytes:
     # Proxies would resolve "." and ".." as steps in the path.
     if lock_name in {"", ".", ".."}:
@@ -116,8 +116,8 @@ def _path(lock_name: str, verb: bytes) -> bytes:
         raise ConfigurationError(f"{lock_name!r} is no name for a lock: give text that is UTF-8") from None
 
 
-# The next three are sent for every lease. They are formatted by hand, because a JSON encoder would take longer than
-# everything else about them.
+# The next three requests are sent for every lease. They are formatted by hand, because a JSON encoder would take longer
+# than all the rest of building them.
 
 
 def _post(lock_name: str, verb: bytes, body: str, headers: bytes = b"") -> HttpRequest:
@@ -181,7 +181,7 @@ def batch_request(operations: Sequence[dict[str, Any]]) -> HttpRequest:
 
 
 def _decoded(text: str) -> Any:
-    """In one step if there is no whitespace around the value."""
+    """Decode JSON, in one step if there is no whitespace around the value."""
     try:
         value, end = _decoder.raw_decode(text)
     except ValueError:
@@ -216,14 +216,14 @@ def _maybe(fields: dict[str, Any], name: str, kind: type) -> Any:
 
 
 def retry_after_s(response: HttpResponse) -> float | None:
-    """The header Retry-After in seconds. Its form with a date is ignored: the two clocks may differ."""
+    """The header Retry-After in seconds. A date in it is ignored, because the two clocks may differ."""
     if response.retry_after is None or not response.retry_after.isdigit() or len(response.retry_after) > 9:
         return None
     return min(float(response.retry_after), _RETRY_AFTER_S_MAX)
 
 
 def refusal(response: HttpResponse) -> LockServerRefused:
-    """The exception for a 4xx that is no answer to the question."""
+    """The exception for a 4xx that refuses the request."""
     try:
         said = str(_json_object(response).get("error", ""))[:_SHOWN_CHARS_MAX]
     except LockServerError:
@@ -243,7 +243,7 @@ def outcome_of_acquire(status: int, fields: dict[str, Any]) -> Granted | LockHel
             _take(fields, "lease_id", str),
             _take(fields, "fencing_token", int),
             _maybe(fields, "waited_ms", int) or 0,
-            # A server that does not say may have replayed.
+            # Without the field, the server may have replayed a grant.
             _maybe(fields, "replayed", bool) is not False,
             _maybe(fields, "remaining_ms", int),
         )
@@ -267,7 +267,7 @@ def outcome_of_release(fields: dict[str, Any]) -> bool:
 
 
 def answer(response: HttpResponse, *, conflict: bool = False) -> dict[str, Any]:
-    """The JSON object of a 200, or of a 409 where that is an answer; everything else is raised."""
+    """The JSON object of a 200, or of a 409 if `conflict`; raises for every other response."""
     if response.status == 200 or (conflict and response.status == 409):
         return _json_object(response)
     if 400 <= response.status < 500:
@@ -298,7 +298,7 @@ def broken(fields: dict[str, Any]) -> LockInfo:
 
 
 def batch_results(fields: dict[str, Any], wanted: int) -> list[tuple[int, dict[str, Any]]]:
-    """Status and body of each operation, as if it had been asked alone."""
+    """Status and body of each operation, as if it had been sent alone."""
     results = _take(fields, "results", list)
     if len(results) != wanted:
         raise LockServerError(f"the server answered {len(results)} of {wanted} operations")

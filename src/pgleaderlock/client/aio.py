@@ -1,10 +1,10 @@
 """The lock server's client for asyncio: a lease, the task that renews all leases of a client, and the client.
 
-What a lease does not promise: that no write of yours is still on its way when it ends. Where nothing may be done twice,
-pass `lease.fencing_token` to what is written to, and let that refuse a lower token than it has seen.
+What a lease does not promise: that no write of yours is still under way when it ends. If nothing may be done twice,
+pass `lease.fencing_token` to the resource that you write to, and let that refuse a lower token than it has seen.
 
-Cancelling is safe everywhere. The client looks after a cancelled acquire in the background and gives back a lease that
-it may have got; where that is not possible, the ttl ends it.
+Cancelling is safe everywhere. The client cleans up after a cancelled acquire in the background, and releases the lease
+that it may have got; if that is not possible, the lease ends with its ttl.
 
 Must never decide what a flow or the heartbeat plan decides.
 """
@@ -28,7 +28,7 @@ __all__ = ["AsyncHeart", "AsyncHeartbeat", "AsyncLease", "AsyncLockClient"]
 
 T = TypeVar("T")
 
-# How long the client looks after something that was cancelled.
+# How long the client tries to clean up after a cancelled call.
 CLEAN_UP_TIMEOUT_S = 5.0
 
 _log = get_logger("pgleaderlock")
@@ -55,7 +55,7 @@ class AsyncLease(BaseLease):
             if left_s <= 0:
                 self._end(LeaseState.LOST, "deadline")
                 break
-            # The loop's clock stands still while the machine sleeps: look at ours at least once per LOOK_S.
+            # The loop's clock stops while the machine sleeps: check the boot-time clock at least once per LOOK_S.
             await within(min(left_s, LOOK_S), self._over.wait())
         return self.state is LeaseState.LOST
 
@@ -103,7 +103,7 @@ class AsyncHeart:
         try:
             await self._run_flow(flows.renew_together(self._core, self._plan, batch))
         except Exception as error:
-            # A heartbeat must survive every failure: the leases' own deadlines decide about their loss.
+            # The heartbeat must survive every failure: only the leases' own deadlines end them.
             self._plan.failed(batch, error)
         self._wake.set()
 
@@ -143,20 +143,20 @@ class AsyncLockClient(BaseClient):
         return await self._attempt(attempt, flows.acquire_with_retry(attempt, self._lease, plan))
 
     async def renew(self, lease: AsyncLease, ttl_s: float | None = None) -> None:
-        """Extend the lease from now, by its ttl or another one. Raises `LeaseLost` when it is gone."""
+        """Renew the lease from now, for its ttl or another one. Raises `LeaseLost` if it has ended."""
         await self._run(flows.renew(self._core, lease, ttl_s))
 
     async def release(self, lease: AsyncLease) -> bool:
-        """Give the lease back. True if that ended it, False if it had ended before; a second call is no error.
+        """Release the lease. True if that ended it, False if it had ended before; a second call is not an error.
 
-        Raises `LockServerUnreachable` when no server answers: the lease is over for us all the same, and its ttl ends
-        it at the server. Cancelled, it goes on in the background.
+        Raises `LockServerUnreachable` if no server answers. The lease is over here in any case; at the server it ends
+        with its ttl. If the call is cancelled, the release goes on in the background.
         """
         return await self._release(lease, flows.release(self._core, lease))
 
     def release_later(self, lease: AsyncLease) -> None:
-        """Give the lease back in the background: for code that must not wait. Never raises; `aclose` waits for it."""
-        lease._end(LeaseState.RELEASED)  # noqa: SLF001 - it is over for us from now on
+        """Release the lease in the background, for code that must not wait. Never raises; `aclose` waits for it."""
+        lease._end(LeaseState.RELEASED)  # noqa: SLF001 - the lease is over here from now on
         self._in_background(flows.release_again(self._core, lease))
 
     async def get(self, lock_name: str) -> LockInfo:
@@ -175,13 +175,15 @@ class AsyncLockClient(BaseClient):
                 return
 
     async def break_lock(self, lock_name: str) -> LockInfo:
-        """Free a lock by force (needs an admin token); gives it as it was. Its holder finds out when it renews."""
+        """Free a lock by force (needs an admin token); returns its state before that. The holder finds out when it
+        renews."""
         return await self._run(flows.break_lock(self._core, lock_name))
 
     async def batch(self, operations: "Sequence[flows.Operation]") -> "list[flows.Outcome[AsyncLease]]":
         """Up to 500 `Acquire`, `Renew` and `Release` in one call and one transaction; one outcome each, in order.
 
-        An acquire gives a lease or a `LockHeld` (returned, not raised); renew and release give True or False.
+        The outcome of an acquire is a lease or a `LockHeld` (returned, not raised); that of renew and release is a
+        bool.
         """
         attempt = flows.BatchAttempt(self._core, operations)
         return await self._attempt(attempt, flows.batch(attempt, self._lease))
@@ -189,8 +191,8 @@ class AsyncLockClient(BaseClient):
     def start_heartbeat(self, lease: AsyncLease, interval_s: float | None = None) -> AsyncHeartbeat:
         """Renew the lease in the background, every third of its ttl by default, until it ends.
 
-        A loss shows at once: `lease.lost` is set and `lease.wait_lost()` returns when the server says no, and when no
-        renewal was acknowledged by the lease's deadline. All leases of a client are renewed together.
+        A loss is reported at once: `lease.lost` is set and `lease.wait_lost()` returns when the server refuses a
+        renewal, or when none was acknowledged by the lease's deadline. All leases of a client are renewed together.
         """
         self._heart.add(lease, interval_s)
         return AsyncHeartbeat(lease, self._heart.discard)
@@ -219,7 +221,8 @@ class AsyncLockClient(BaseClient):
         return _Held(self, acquire, interval_s)
 
     async def aclose(self) -> None:
-        """End heartbeats, finish what was cancelled (bounded), and close the connections. Releases no lease."""
+        """End heartbeats, clean up after cancelled calls (for a bounded time), and close the connections. Releases no
+        lease."""
         await self._heart.close()
         try:
             if self._background:
@@ -242,7 +245,7 @@ class AsyncLockClient(BaseClient):
         return AsyncLease(granted, ttl_s, counted_from, self._core.clock)
 
     async def _run(self, flow: flows.Flow[T]) -> T:
-        """Do what the flow asks for, until it is done."""
+        """Carry out the steps of a flow until it is done."""
         try:
             step = next(flow)
             while True:
@@ -284,7 +287,7 @@ class AsyncLockClient(BaseClient):
         """Release at the end of a `lock` block; returns the loss if the lease was lost while the block ran."""
         if lease.state is LeaseState.LOST:
             loss = lease.loss()
-            self.release_later(lease)  # the block must learn of the loss without delay
+            self.release_later(lease)  # the block must raise the loss without delay
             return loss
         return await self._release(lease, flows.give_back(self._core, lease))
 
@@ -302,7 +305,7 @@ class AsyncLockClient(BaseClient):
 
 
 class _Held:
-    """The block of `client.lock`: like `asyncio.timeout`, but for a lease."""
+    """The block of `client.lock`: like `asyncio.timeout`, it cancels its body, but when the lease is lost."""
 
     def __init__(
         self, client: AsyncLockClient, acquire: Callable[[], Awaitable[AsyncLease]], interval_s: float | None
@@ -318,22 +321,22 @@ class _Held:
 
     async def __aenter__(self) -> AsyncLease:
         lease = await self._acquire()
-        # No await from here to the body: a cancellation cannot lose the lease.
+        # There is no await between here and the body, so a cancellation cannot lose the lease.
         self._lease = lease
         self._task = asyncio.current_task()
         assert self._task is not None
         self._cancelling = self._task.cancelling()
         try:
             self._client.start_heartbeat(lease, self._interval_s)
-        except BaseException:  # an interval that does not fit
+        except BaseException:  # the interval is too long for the ttl, for example
             self._client.release_later(lease)
             raise
         lease._watch(self._interrupt)  # noqa: SLF001 - the lease is our own
         return lease
 
     def _interrupt(self) -> None:
-        # Not in this call: the body itself may have found the loss, by a renewal of its own, and is told by that. A
-        # task that cancels itself could not take it back.
+        # Not in this call: the body itself may have found the loss, by its own renewal, which raises it there. And a
+        # task that cancels itself could not undo that.
         if self._lease is not None and self._lease.state is LeaseState.LOST:
             self._telling = asyncio.get_running_loop().call_soon(self._cancel_body)
 
@@ -351,7 +354,7 @@ class _Held:
         lease._unwatch(self._interrupt)  # noqa: SLF001 - from here on the task is not interrupted
         if self._telling is not None:
             self._telling.cancel()
-        # Our own cancellation is taken back; one that came from elsewhere stays in force.
+        # Undo our own cancellation; one that came from elsewhere stays in force.
         cancelled_from_outside = self._told and task.uncancel() > self._cancelling
         loss = await self._client._give_back(lease)  # noqa: SLF001
         ours = kind is None or (self._told and kind is asyncio.CancelledError and not cancelled_from_outside)

@@ -1,8 +1,8 @@
-"""The lock server's client for threads and scripts: like `aio`, but it waits with threads instead of tasks.
+"""The lock server's client for threads and scripts: like `aio`, but with threads instead of tasks.
 
-What a lease does not promise: that no write of yours is still on its way when it ends. A thread cannot be interrupted:
-call `lease.raise_if_lost()` (or look at `lease.valid`) before each step, and pass `lease.fencing_token` to what is
-written to.
+What a lease does not promise: that no write of yours is still under way when it ends. A thread cannot be interrupted:
+call `lease.raise_if_lost()` (or check `lease.valid`) before each step, and pass `lease.fencing_token` to the resource
+that you write to.
 
 Must never decide what a flow or the heartbeat plan decides.
 """
@@ -28,7 +28,7 @@ __all__ = ["Heart", "Heartbeat", "Lease", "LockClient"]
 
 T = TypeVar("T")
 
-# A heart without a lease waits this long for the next one before its thread ends.
+# How long the heartbeat thread waits for a lease before it ends.
 IDLE_S = 10.0
 END_TIMEOUT_S = 5.0
 CLEAN_UP_TIMEOUT_S = 5.0
@@ -46,7 +46,7 @@ class Lease(BaseLease):
 
     @property
     def lost(self) -> threading.Event:
-        """Set when the lease is lost, at the latest when a heartbeat or this property looks; never by a release."""
+        """Set when the lease is lost, at the latest when a heartbeat or this property checks; never by a release."""
         if self.forked:
             lost = threading.Event()
             lost.set()
@@ -65,8 +65,8 @@ class Lease(BaseLease):
             self._lost.set()
 
     def wait_lost(self, timeout_s: float | None = None) -> bool:
-        """True once the lease is lost: the server said so, or the deadline has passed. False once it is released, or
-        when `timeout_s` is over first."""
+        """True once the lease is lost: the server said so, or the deadline has passed. False once it is released, or on
+        a timeout."""
         until = None if timeout_s is None else self._clock.now() + timeout_s
         over = threading.Event()
         self._watch(over.set)
@@ -94,7 +94,7 @@ class Heartbeat(BaseHeartbeat[Lease]):
 class Heart:
     """Runs the heartbeat plan in a thread that exists while there is a lease to renew. It never waits for a response.
 
-    Each call has a thread of its own, so that a deadline is noticed while a server is silent.
+    Each call runs in a separate thread, so that a deadline is noticed while a server is silent.
     """
 
     def __init__(self, core: Core, run: Callable[[flows.Flow[None]], None]) -> None:
@@ -133,7 +133,7 @@ class Heart:
             for batch in due.batches:
                 threading.Thread(target=self._renew, args=(batch,), name="pgleaderlock-renew", daemon=True).start()
             now = self._core.clock.now()
-            # The thread's clock stands still while the machine sleeps: look at ours at least once per LOOK_S.
+            # The thread's clock stops while the machine sleeps: check the boot-time clock at least once per LOOK_S.
             wait_s = IDLE_S if due.wake_at is None else min(LOOK_S, max(0.0, due.wake_at - now))
             with self._changed:
                 if not self._news and not self._closed:
@@ -146,7 +146,7 @@ class Heart:
         try:
             self._run_flow(flows.renew_together(self._core, self._plan, batch))
         except Exception as error:
-            # A heartbeat must survive every failure: the leases' own deadlines decide about their loss.
+            # The heartbeat must survive every failure: only the leases' own deadlines end them.
             self._plan.failed(batch, error)
         self._wake()
 
@@ -195,20 +195,20 @@ class LockClient(BaseClient):
         return self._attempt(attempt, flows.acquire_with_retry(attempt, self._lease, plan))
 
     def renew(self, lease: Lease, ttl_s: float | None = None) -> None:
-        """Extend the lease from now, by its ttl or another one. Raises `LeaseLost` when it is gone."""
+        """Renew the lease from now, for its ttl or another one. Raises `LeaseLost` if it has ended."""
         self._run(flows.renew(self._core, lease, ttl_s))
 
     def release(self, lease: Lease) -> bool:
-        """Give the lease back. True if that ended it, False if it had ended before; a second call is no error.
+        """Release the lease. True if that ended it, False if it had ended before; a second call is not an error.
 
-        Raises `LockServerUnreachable` when no server answers: the lease is over for us all the same, and its ttl ends
-        it at the server.
+        Raises `LockServerUnreachable` if no server answers. The lease is over here in any case; at the server it ends
+        with its ttl.
         """
         return self._run(flows.release(self._core, lease))
 
     def release_later(self, lease: Lease) -> None:
-        """Give the lease back in the background: for code that must not wait. Never raises; `close` waits for it."""
-        lease._end(LeaseState.RELEASED)  # noqa: SLF001 - it is over for us from now on
+        """Release the lease in the background, for code that must not wait. Never raises; `close` waits for it."""
+        lease._end(LeaseState.RELEASED)  # noqa: SLF001 - the lease is over here from now on
         self._in_background(flows.release_again(self._core, lease))
 
     def get(self, lock_name: str) -> LockInfo:
@@ -226,13 +226,15 @@ class LockClient(BaseClient):
                 return
 
     def break_lock(self, lock_name: str) -> LockInfo:
-        """Free a lock by force (needs an admin token); gives it as it was. Its holder finds out when it renews."""
+        """Free a lock by force (needs an admin token); returns its state before that. The holder finds out when it
+        renews."""
         return self._run(flows.break_lock(self._core, lock_name))
 
     def batch(self, operations: "Sequence[flows.Operation]") -> "list[flows.Outcome[Lease]]":
         """Up to 500 `Acquire`, `Renew` and `Release` in one call and one transaction; one outcome each, in order.
 
-        An acquire gives a lease or a `LockHeld` (returned, not raised); renew and release give True or False.
+        The outcome of an acquire is a lease or a `LockHeld` (returned, not raised); that of renew and release is a
+        bool.
         """
         attempt = flows.BatchAttempt(self._core, operations)
         return self._attempt(attempt, flows.batch(attempt, self._lease))
@@ -240,8 +242,8 @@ class LockClient(BaseClient):
     def start_heartbeat(self, lease: Lease, interval_s: float | None = None) -> Heartbeat:
         """Renew the lease in a thread, every third of its ttl by default, until it ends.
 
-        A loss shows at once: `lease.lost` is set when the server says no, and when no renewal was acknowledged by the
-        lease's deadline. All leases of a client are renewed together.
+        A loss is reported at once: `lease.lost` is set when the server refuses a renewal, or when none was acknowledged
+        by the lease's deadline. All leases of a client are renewed together.
         """
         self._heart.add(lease, interval_s)
         return Heartbeat(lease, self._stop_heartbeat)
@@ -276,7 +278,8 @@ class LockClient(BaseClient):
             raise loss
 
     def close(self) -> None:
-        """End heartbeats, finish what was interrupted (bounded), and close the connections. Releases no lease."""
+        """End heartbeats, clean up after interrupted calls (for a bounded time), and close the connections. Releases no
+        lease."""
         self._heart.close()
         until = time.monotonic() + CLEAN_UP_TIMEOUT_S
         for thread in list(self._background):
@@ -293,7 +296,7 @@ class LockClient(BaseClient):
     # --- Inside
 
     def _stop_heartbeat(self, lease: BaseLease) -> None:
-        self._heart.discard(lease)  # the heart of this process, which may have been forked since
+        self._heart.discard(lease)  # looked up now, because the process may have been forked since
 
     def _lease(self, granted: Granted, ttl_s: float, counted_from: float) -> Lease:
         return Lease(granted, ttl_s, counted_from, self._core.clock)
@@ -302,12 +305,12 @@ class LockClient(BaseClient):
         """Release at the end of a `lock` block; returns the loss if the lease was lost while the block ran."""
         if lease.state is LeaseState.LOST:
             loss = lease.loss()
-            self.release_later(lease)  # the block must learn of the loss without delay
+            self.release_later(lease)  # the block must raise the loss without delay
             return loss
         return self._run(flows.give_back(self._core, lease))
 
     def _run(self, flow: flows.Flow[T]) -> T:
-        """Do what the flow asks for, until it is done."""
+        """Carry out the steps of a flow until it is done."""
         try:
             step = next(flow)
             while True:
@@ -351,7 +354,8 @@ class LockClient(BaseClient):
 
 
 def _begin_anew() -> None:
-    """In a forked child, which has none of its parent's threads, and perhaps a copy of what they had locked."""
+    """In a forked child: replace the parts of each client. The parent's threads do not exist here, and a mutex that was
+    held at the fork stays held."""
     for client in _clients:
         client._pool.begin_anew()  # noqa: SLF001 - the client is our own
         client._begin()  # noqa: SLF001

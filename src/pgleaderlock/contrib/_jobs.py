@@ -1,4 +1,4 @@
-"""What the doors of job frameworks share: one run of a function at a time, among all workers."""
+"""What the integrations of job frameworks share: one run of a function at a time, among all workers."""
 
 import contextlib
 import functools
@@ -27,8 +27,8 @@ def one_at_a_time(
 
     dsn: the database. None: PG_CONN_STRING, PG_DSN, or libpq's variables.
     timeout_s: how long to wait for the end of another run, in seconds; None waits without a limit.
-    otherwise: what follows when another run has not ended by then. "skip" returns None, and the function is not called;
-        "raise" raises `LockNotAcquired`, so that the framework may try the message again later.
+    otherwise: what to do if another run has not ended by then. "skip" returns None without calling the function;
+        "raise" raises `LockNotAcquired`, so that the framework can retry the message later.
 
     If the lock's session ends during the run, `DatabaseError` is raised at its end: another run may have begun.
     """
@@ -38,7 +38,7 @@ def one_at_a_time(
 def exclusive(
     name: str, dsn: Callable[[], Dsn | None], timeout_s: float | None, otherwise: Otherwise
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """The same with a DSN that is known only when the function is called."""
+    """The same with a DSN that is only known when the function is called."""
     if not isinstance(name, str):
         raise ConfigurationError('one_at_a_time takes the name of the lock: @one_at_a_time("import")')
     if otherwise not in get_args(Otherwise):

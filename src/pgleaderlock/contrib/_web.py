@@ -1,4 +1,4 @@
-"""What the web frameworks' doors share: the answer of `/leader`, and the works of a process that serves threads.
+"""What the integrations of web frameworks share: the answer of `/leader`, and works that run in threads.
 
 Imports no framework.
 """
@@ -16,7 +16,7 @@ from pgleaderlock.sync import LeaderElection
 
 __all__ = ["HEADERS", "Work", "Works", "leader_answer"]
 
-HEADERS = {"Cache-Control": "no-store"}  # an answer is true for the moment only
+HEADERS = {"Cache-Control": "no-store"}  # an answer is only valid at this moment
 SHUTDOWN_S = 10.0
 
 Work = Callable[[LeaderToken, threading.Event], object]
@@ -31,7 +31,7 @@ class Gate(Protocol):
 
 
 class Election(Protocol):
-    """What both faces of `LeaderElection` can tell."""
+    """The methods that the async and the sync `LeaderElection` share."""
 
     @property
     def roles(self) -> tuple[str, ...]: ...
@@ -56,7 +56,7 @@ def leader_answer(election: Election, role: str | None) -> tuple[HTTPStatus, dic
     if role not in election.roles:
         return HTTPStatus.NOT_FOUND, {"error": "this election does not have that role"}
     gate, seen = election.gate(role), election.leader(role)
-    reason = gate.shut_because  # asked once: body and status must agree
+    reason = gate.shut_because  # read once: body and status must agree
     return HTTPStatus.OK if reason is None else HTTPStatus.SERVICE_UNAVAILABLE, {
         "role": role,
         "is_leader": reason is None,
@@ -68,7 +68,7 @@ def leader_answer(election: Election, role: str | None) -> tuple[HTTPStatus, dic
 
 
 class Works:
-    """An election and one thread for each of its works. Call `start` in the process that is to lead: after a fork."""
+    """An election and one thread for each of its works. Call `start` in the process that should lead, after a fork."""
 
     def __init__(
         self, election: LeaderElection, works: Mapping[str, Work] | None = None, *, on_failure: OnFailure = "restart"
@@ -76,7 +76,7 @@ class Works:
         """Check the roles. Nothing is connected before `start`.
 
         works: by role, a plain function `work(token, stop)` that returns soon after `stop` is set.
-        on_failure: what follows when a work raises, as in `LeaderElection.lead`.
+        on_failure: what to do when a work raises, as in `LeaderElection.lead`.
         """
         self.election = election
         self._works = dict(works or {})
@@ -86,18 +86,18 @@ class Works:
         self._counting = threading.Lock()
         self._at_work = 0
         self.error: Exception | None = None
-        """What the last work raised that was not started again."""
+        """The exception of the last failed work that was not restarted."""
         unknown = sorted(set(self._works) - set(election.roles))
         if unknown:
             raise ConfigurationError(f"the election has no role {unknown[0]!r}: it has {', '.join(election.roles)}")
 
     def start(self) -> None:
-        """Begin to compete. Does nothing if this process does so already. May raise `SchemaError`."""
-        if any(thread.is_alive() for thread in self._threads):  # of a parent's threads, none is alive in the child
+        """Start to compete. Does nothing if this process does so already. May raise `SchemaError`."""
+        if any(thread.is_alive() for thread in self._threads):  # in a forked child, no thread of the parent is alive
             return
         self.election.start()
         self.error, self._at_work = None, len(self._works)
-        self._over, self._counting = threading.Event(), threading.Lock()  # a parent's lock may be held
+        self._over, self._counting = threading.Event(), threading.Lock()  # in a forked child, the old lock may be held
         self._threads = [
             threading.Thread(target=self._lead, args=(role, work), name=f"pgleaderlock {role}", daemon=True)
             for role, work in self._works.items()
@@ -106,7 +106,7 @@ class Works:
             thread.start()
 
     def wait(self) -> None:
-        """Return when every work has returned, one has raised for good, or the election has stopped."""
+        """Return when every work has returned, one has failed without restart, or the election has stopped."""
         if self._threads:
             self._over.wait()
 
@@ -123,7 +123,7 @@ class Works:
     def _lead(self, role: str, work: Work) -> None:
         try:
             self.election.lead(role, work, on_failure=self._on_failure)
-        except Exception as error:  # the election has logged what the work raised
+        except Exception as error:  # the election has logged it
             self.error = error
         with self._counting:
             self._at_work -= 1

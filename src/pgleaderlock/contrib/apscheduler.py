@@ -4,8 +4,8 @@
 
     scheduler = Scheduler(leader_lock=LeaderLock.for_name(dsn, "jobs"))
 
-What it does not promise: a job that runs when leadership is lost goes on. Let it ask `leader_lock.is_leader` before
-each act, or fence its writes.
+What it does not promise: a job that is running when leadership is lost goes on. It should ask `leader_lock.is_leader`
+before each act, or fence its writes.
 """
 
 from typing import Any
@@ -21,25 +21,25 @@ except ImportError as error:
 
 __all__ = ["LeaderOnly"]
 
-# How often a follower looks whether it leads; it is woken as well.
+# How often a follower checks whether it leads; it is also woken by a change.
 LOOK_S = 1.0
 
 
 class LeaderOnly(BaseScheduler):
     """Makes a scheduler look for due jobs only while its process leads. Name it before the scheduler's class.
 
-    What was due before it led is late: `misfire_grace_time` and `coalesce` of each job decide what becomes of that.
-    The processes may have job stores of their own, or share one.
+    Jobs that were due before it led are late: `misfire_grace_time` and `coalesce` of each job decide whether they run.
+    The processes may have separate job stores, or share one.
     """
 
     def __init__(self, gconfig: Any = None, *, leader_lock: LeaderLock, **options: Any) -> None:
-        """The lock is started and shut down with the scheduler; the rest is the scheduler's."""
+        """The lock is started and shut down with the scheduler; the other arguments are those of the scheduler."""
         self.leader_lock = leader_lock
         super().__init__({} if gconfig is None else gconfig, **options)
         leader_lock.on_acquired(self._look_now)
 
     def start(self, *args: Any, **options: Any) -> None:
-        """Compete, and start the scheduler."""
+        """Start the lock, and then the scheduler."""
         self.leader_lock.start()
         super().start(*args, **options)
 

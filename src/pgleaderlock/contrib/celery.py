@@ -2,8 +2,8 @@
 
     celery -A billing beat --scheduler pgleaderlock.contrib.celery.LeaderScheduler
 
-What it does not promise: a tick that falls between the end of a leader and its successor's first probe is not sent.
-Where each tick counts, let the task itself be claimed with `pgleaderlock.sync.once`.
+What it does not promise: a tick between the end of a leader and its successor's first probe is not sent. If every tick
+counts, let the task claim its slot with `pgleaderlock.sync.once`.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ _log = get_logger("pgleaderlock")
 
 
 class LeaderOnly:
-    """Makes a scheduler of beat send only while its process leads: `class Mine(LeaderOnly, DatabaseScheduler)`.
+    """Lets a beat scheduler send only while its process leads: `class Mine(LeaderOnly, DatabaseScheduler)`.
 
-    A follower goes through the same schedule and sends nothing, so that it does not catch up when it takes over.
+    A follower runs through the same schedule without sending, so it does not catch up on old ticks after a takeover.
 
     Settings of the Celery app: `pgleaderlock_dsn` (or PG_CONN_STRING, PG_DSN, libpq's variables), `pgleaderlock_beat`
     (the lock's name; default `celery-beat/` and the app's name), `pgleaderlock_options` (of `LeaderLock`).
@@ -46,7 +46,7 @@ class LeaderOnly:
     leader_lock: LeaderLock | None = None
 
     def setup_schedule(self) -> None:
-        """Called in the process that sends, not in the one that only shows the settings."""
+        """Start the lock here: only the process that sends calls this, not one that only shows the settings."""
         super().setup_schedule()  # type: ignore[misc]  # of the scheduler that this is mixed into
         conf = self.app.conf
         name = conf.get("pgleaderlock_beat") or f"celery-beat/{self.app.main or 'celery'}"
@@ -57,14 +57,14 @@ class LeaderOnly:
         self.leader_lock.start()
 
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
-        """A task is due. Whether this process leads is decided by the clock, here."""
+        """A task is due: send it if this process leads at this moment, by the clock."""
         if self.leader_lock is not None and self.leader_lock.is_leader:
             super().apply_entry(entry, producer=producer)  # type: ignore[misc]
         else:
             _log.debug("task_not_sent", task=entry.name, reason="another beat leads")
 
     def close(self) -> None:
-        """Beat ends: another one takes over at once."""
+        """Beat ends: release the lock, so that another beat takes over at once."""
         try:
             super().close()  # type: ignore[misc]
         finally:
@@ -93,8 +93,8 @@ def one_at_a_time(
 
     dsn: the database. None: the app's `pgleaderlock_dsn`, PG_CONN_STRING, PG_DSN, or libpq's variables.
     timeout_s: how long to wait for the end of another run, in seconds; None waits without a limit.
-    otherwise: what follows when another run has not ended by then. "skip" returns None, and the task is not run;
-        "raise" raises `LockNotAcquired`, for `autoretry_for`.
+    otherwise: what to do if another run has not ended by then. "skip" returns None without running the task; "raise"
+        raises `LockNotAcquired`, for `autoretry_for`.
 
     If the lock's session ends during the run, `DatabaseError` is raised at its end: another run may have begun.
     """

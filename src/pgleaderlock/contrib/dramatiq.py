@@ -1,7 +1,7 @@
-"""Dramatiq: messages that are sent periodically by one worker of many, and one run of an actor at a time.
+"""Dramatiq: periodic messages from one of many workers, and one run of an actor at a time.
 
-Needs the extra `dramatiq`. What it does not promise: a tick that falls between the end of a leader and the start of its
-successor is not sent.
+Needs the extra `dramatiq`. What it does not promise: a tick between the end of a leader and the start of its successor
+is not sent.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ CLOSE_S = 5.0
 
 
 class Periodic(Middleware):
-    """Sends messages to actors every so many seconds, from the one worker process that leads.
+    """Sends messages to actors at fixed intervals, from the one worker process that leads.
 
     periodic = Periodic(LeaderLock.for_name(dsn, "periodic"))
     broker.add_middleware(periodic)
@@ -63,7 +63,7 @@ class Periodic(Middleware):
         return add
 
     def after_worker_boot(self, broker: Broker, worker: Worker) -> None:
-        """In each worker process, after the fork."""
+        """Start the lock in each worker process, after the fork."""
         if not self._threads and self._actors:
             self.leader_lock.start()
             self._over = queue.SimpleQueue()
@@ -76,17 +76,17 @@ class Periodic(Middleware):
             self._hear_sigterm()
 
     def before_worker_shutdown(self, broker: Broker, worker: Worker) -> None:
-        """Another worker takes over at once."""
+        """Release the lock, so that another worker takes over at once."""
         self._over.put(None)
         for thread in self._threads:
             thread.join(CLOSE_S)
         self._threads = []
 
     def _hear_sigterm(self) -> None:
-        """Dramatiq's worker looks once a second whether it was told to end. The lock does not wait for that."""
+        """Release the lock at SIGTERM, because Dramatiq's worker only checks once per second whether it should end."""
         tell_worker = signal.getsignal(signal.SIGTERM)
         if threading.current_thread() is not threading.main_thread() or not callable(tell_worker):
-            return  # no worker of Dramatiq's command line
+            return  # not a worker of Dramatiq's command line
 
         def told(number: int, frame: FrameType | None) -> None:
             self._over.put(None)
@@ -96,11 +96,11 @@ class Periodic(Middleware):
 
     def _release(self) -> None:
         self._over.get()
-        with contextlib.suppress(ShutdownError):  # a broker that hangs: the lock is free all the same
+        with contextlib.suppress(ShutdownError):  # the broker hangs, but the lock is free
             self.leader_lock.shutdown(CLOSE_S)
 
     def _lead(self) -> None:
-        with contextlib.suppress(LockError):  # shut down before the thread has begun
+        with contextlib.suppress(LockError):  # the lock was shut down before this thread started
             self.leader_lock.lead(self._send, on_failure="restart")
 
     def _send(self, stop: threading.Event) -> None:
@@ -108,7 +108,7 @@ class Periodic(Middleware):
         heapq.heapify(due)
         while not stop.wait(max(0.0, due[0][0] - time.time())):
             if time.time() < due[0][0]:
-                continue  # the wall clock was set back meanwhile
+                continue  # the wall clock was set back in the meantime
             seconds, actor = self._actors[due[0][1]]
             heapq.heapreplace(due, (_next_tick(seconds), due[0][1]))
             if self.leader_lock.is_leader:

@@ -1,9 +1,9 @@
-"""FastAPI and Starlette: an election that lives as long as the application, in each of its workers.
+"""FastAPI and Starlette: an election that runs as long as the application, in each of its workers.
 
     election = LeaderElection(dsn, "billing")
     app = FastAPI(lifespan=leader_lifespan(election, {"billing": work}), routes=[leader_route(election)])
 
-It needs Starlette only, on which FastAPI is built.
+It needs only Starlette, on which FastAPI is built.
 """
 
 import asyncio
@@ -45,9 +45,9 @@ def leader_lifespan(
 
     Within a lifespan of your own: `async with leader_lifespan(election, works)(app): yield`.
 
-    works: by role, an async function `work(token)`. It is cancelled when the gate closes.
-    on_failure: what follows when a work raises, as in `LeaderElection.lead`.
-    shutdown_timeout_s: how long the end of the application waits for requests and works that act, in seconds.
+    works: by role, an async function `work(token)`. It is cancelled when the gate shuts.
+    on_failure: what to do when a work raises, as in `LeaderElection.lead`.
+    shutdown_timeout_s: how long the shutdown waits for requests and works in flight, in seconds.
     """
 
     @contextlib.asynccontextmanager
@@ -61,14 +61,14 @@ def leader_lifespan(
             yield
         finally:
             await election.shutdown(shutdown_timeout_s)
-            # A lead returns when its election has stopped and its work has ended. What a work has raised is in the log.
+            # `lead` returns when the election has stopped and the work has ended. Exceptions of works were logged.
             await asyncio.wait([asyncio.gather(*leads, return_exceptions=True)], timeout=shutdown_timeout_s)
 
     return lifespan
 
 
 def leader_required(election: LeaderElection, role: str) -> Callable[[], AsyncIterator[LeaderToken]]:
-    """A dependency that gives the token of the term, or answers 503: `token: LeaderToken = Depends(…)`.
+    """A dependency that returns the token of the term, or answers 503: `token: LeaderToken = Depends(…)`.
 
     The request counts as work in flight, which a drain waits for.
     """
@@ -86,7 +86,7 @@ def leader_required(election: LeaderElection, role: str) -> Callable[[], AsyncIt
 
 
 def leader_route(election: LeaderElection, path: str = "/leader") -> Route:
-    """A route that answers 200 while this process may act for `?role=…`, or else 503, with the details as JSON."""
+    """A route that answers 200 while this process may act for `?role=…`, otherwise 503, with the details as JSON."""
 
     async def leader(request: Request) -> JSONResponse:
         status, body = leader_answer(election, request.query_params.get("role"))

@@ -3,7 +3,7 @@
     leadership = Leadership(LeaderElection(dsn, "billing"), {"billing": work})
     leadership.init_app(app)
 
-Flask does not tell when a worker begins and ends: the server does. `docs/frameworks.md` shows gunicorn's hooks.
+Flask has no hooks for the start and end of a worker, but the server has: `docs/frameworks.md` shows gunicorn's.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ class Leadership(Works):
     """
 
     def init_app(self, app: Flask, path: str = "/leader") -> None:
-        """Add a route that answers 200 while this process may act for `?role=…`, or else 503, with JSON.
+        """Add a route that answers 200 while this process may act for `?role=…`, otherwise 503, with JSON.
 
-        `app.extensions["pgleaderlock"]` is this object from then on: the server's hooks find it there.
+        It sets `app.extensions["pgleaderlock"]` to this object, where the server's hooks find it.
         """
         app.extensions["pgleaderlock"] = self
         app.add_url_rule(path, "pgleaderlock_leader", self._leader)

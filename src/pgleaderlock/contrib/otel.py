@@ -3,9 +3,9 @@
     telemetry = ElectionTelemetry(election)
     async with telemetry.fence(fenced(conn, token), token): …
 
-A term and a work may last for months, so they are traces of their own and never the current span: what a work does has
-traces of its own, which are complete when it is. The span of a fenced transaction belongs to the trace in which it is
-made, and is linked to its term. A span is exported when it has ended; what goes on now is said by the metrics.
+A term and a work may last for months, so each is a separate trace and never the current span: the operations within a
+work have their own traces, which are complete when they end. The span of a fenced transaction belongs to the trace in
+which it is created, and is linked to its term. A span is exported when it has ended; the metrics show what is going on.
 
 Must never slow an election down: hooks start and end spans, which a batch processor exports on its own thread.
 """
@@ -40,15 +40,16 @@ T = TypeVar("T")
 
 
 def instrument_name(metric: Metric) -> str:
-    """The name of a metric in OpenTelemetry. A Prometheus exporter makes the name of `docs/metrics.md` of it again."""
+    """The name of a metric in OpenTelemetry. A Prometheus exporter turns it into the name in `docs/metrics.md`
+    again."""
     name = metric.name.removeprefix(PREFIX).removesuffix("_total").removesuffix("_seconds")
     return f"{SCOPE}.{name}"
 
 
 class ElectionTelemetry(Measured):
-    """Tells OpenTelemetry of one election, from now until `close()`.
+    """Reports one election to OpenTelemetry until `close()`.
 
-    Without providers it uses the global ones: set these first. A role name can be measured once per meter provider.
+    Without providers, it uses the global ones: set these first. Each role name can be measured once per meter provider.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ElectionTelemetry(Measured):
         election.observe(self)
 
     def close(self) -> None:
-        """Stop telling. Spans that are open end here."""
+        """Stop reporting, and end the open spans."""
         self._closed = True
         self._roles.clear()
         self._instruments.members.leave(self)
@@ -84,10 +85,10 @@ class ElectionTelemetry(Measured):
     def fence(self, block: AbstractContextManager[T], token: LeaderToken) -> AbstractContextManager[T]: ...
 
     def fence(self, block: Any, token: LeaderToken) -> Any:
-        """A span around a block of `fenced`, of whichever driver: `async with` or `with`, as the block is.
+        """A span around a `fenced` block of any driver: `async with` or `with`, depending on the block.
 
         It begins before the transaction, ends after its commit, and is current meanwhile, so that the spans of
-        statements belong to it. What is raised, such as `StaleEpoch`, is recorded.
+        statements belong to it. An exception, such as `StaleEpoch`, is recorded.
         """
         term = self._terms.get((token.role, token.epoch))
         span = self._tracer.start_as_current_span(
@@ -184,7 +185,7 @@ def _end(span: Span, error: BaseException | None) -> None:
 
 
 class _Instruments:
-    """The instruments of one meter provider, which makes each of them once, for all elections that it hears of."""
+    """The instruments of one meter provider, created once for all elections that report to it."""
 
     _all: ClassVar["weakref.WeakKeyDictionary[MeterProvider, _Instruments]"] = weakref.WeakKeyDictionary()
     _lock = threading.Lock()
@@ -230,5 +231,5 @@ def _histogram(meter: Meter, name: str) -> Histogram:
 
 
 def _unit(metric: Metric) -> str:
-    """A Prometheus exporter makes a suffix of the unit; of "1", which most of these have, it would make `_ratio`."""
+    """The unit of an instrument. A Prometheus exporter turns it into a suffix, and would turn "1" into `_ratio`."""
     return "s" if metric.name.endswith("_seconds") else ""

@@ -3,8 +3,8 @@
     async with fenced(session, token):
         session.add(Invoice(…))
 
-What it promises and what it does not is said in `pgleaderlock.fence`. Tested with the driver psycopg; another driver
-has to give the SQLSTATE of an error, as psycopg2 and asyncpg do.
+`pgleaderlock.fence` says what it promises and what it does not. Tested with the driver psycopg; another driver must
+provide the SQLSTATE of an error, as psycopg2 and asyncpg do.
 """
 
 import re
@@ -64,11 +64,11 @@ def fenced(
 
 
 def fenced(target: Any, token: LeaderToken, *, idle_timeout_s: float = IDLE_TIMEOUT_S) -> Any:
-    """A block in which the transaction of this connection or session is fenced: `async with` or `with`, as it is.
+    """A block in which the transaction of this connection or session is fenced: `async with` for async ones, or `with`.
 
-    Begins a transaction and commits it at the end of the block, or joins the one that is open and leaves the end of it
-    to you. Raises `StaleEpoch`, before the block is entered, when the token's epoch is no longer the current one, and
-    `FenceLost` at the end of the block when the transaction that is open then is not the one that was fenced.
+    It begins a transaction and commits it at the end of the block, or joins the open transaction, which you then end
+    yourself. Raises `StaleEpoch`, before the block is entered, if the token's epoch is no longer the current one, and
+    `FenceLost` at the end of the block if the open transaction is not the fenced one.
     """
     block = _SqlalchemyBlock(target, token, fence_params(token, idle_timeout_s))
     if _is_async(target):
@@ -81,7 +81,8 @@ def fenced(target: Any, token: LeaderToken, *, idle_timeout_s: float = IDLE_TIME
 
 
 def _is_async(target: object) -> bool:
-    """Without importing SQLAlchemy's asyncio part, which needs greenlet: what is of it was made by it."""
+    """Is it an async connection or session? SQLAlchemy's asyncio part needs greenlet, so it is not imported here: if it
+    has not been imported, the target cannot be async."""
     aio = sys.modules.get("sqlalchemy.ext.asyncio")
     return aio is not None and isinstance(target, aio.AsyncConnection | aio.AsyncSession)
 
@@ -112,10 +113,10 @@ class _SqlalchemyBlock(Block):
 
 
 def _guarded(target: Connection | Session | None) -> bool:
-    """Is this transaction a `with` block, in which SQLAlchemy lets nothing follow a `commit()` or `rollback()`?
+    """Is this transaction a `with` block, in which SQLAlchemy refuses statements after a `commit()` or `rollback()`?
 
-    Where it is not, what is written after a `commit()` within our block would be fenced by nothing: a savepoint of
-    ours, as a block, makes SQLAlchemy refuse that.
+    Otherwise, writes after a `commit()` within our block would not be fenced: then we open a savepoint as a block,
+    which makes SQLAlchemy refuse them.
     """
     return getattr(target, "_trans_context_manager", None) is not None
 
@@ -138,7 +139,7 @@ def _send(target: Connection | Session, token: LeaderToken, params: dict[str, ob
 
 def _check(target: Connection | Session, token: LeaderToken, params: dict[str, object]) -> None:
     if not target.in_transaction():
-        return  # ended by SQLAlchemy's own commit() or rollback(), after which it lets nothing follow in the block
+        return  # SQLAlchemy's own commit() or rollback() has ended it, and refuses further statements in the block
     connection = target.connection() if isinstance(target, Session) else target
     driver = connection.connection.driver_connection
     info: Any = getattr(driver, "info", None)
@@ -152,7 +153,7 @@ def _check(target: Connection | Session, token: LeaderToken, params: dict[str, o
 
 
 def _in_transaction(connection: Connection) -> bool:
-    """What the driver says about the open transaction, or else what SQLAlchemy was told."""
+    """Is a transaction open, according to the driver, or else according to SQLAlchemy?"""
     driver = connection.connection.driver_connection
     status = getattr(getattr(driver, "info", None), "transaction_status", None)
     if status is not None:

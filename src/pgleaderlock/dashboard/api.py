@@ -1,11 +1,11 @@
 """The JSON API of the dashboard: its types, its reads of the ledger, and what their rows mean.
 
 `Api.answer` takes a path and a query; the functions `leaders`, `terms`, `events_before`, `events_after` and `nodes`
-take whatever can run a named statement (`history.Asks`), and serve the live feed as well. The OpenAPI document is made
-of the types. Every time is in milliseconds since 1970, by the database's clock.
+take any object that runs a named statement (`history.Asks`), and also serve the live feed. The OpenAPI document is
+generated from the types. Every time is in milliseconds since 1970, by the database's clock.
 
-Must never write, answer with a list that has no bound, ignore a field of a query that it does not know (a misspelt
-filter would show everything), or decide for itself in which state a role is: `history` does.
+Must never write, return an unbounded list, ignore an unknown query parameter (a misspelt filter would show everything),
+or decide by itself in which state a role is: `history` does that.
 """
 
 import datetime as dt
@@ -72,7 +72,7 @@ EndReason = Literal["released", "lost", "evicted", "superseded"]
 
 
 class LastChange(msgspec.Struct, frozen=True, gc=False):
-    """`reason`: of an acquired role, why the term before had ended; null for the first."""
+    """`reason`: for an acquired role, why the previous term had ended; null for the first term."""
 
     at_ms: int
     kind: ChangeKind
@@ -80,12 +80,12 @@ class LastChange(msgspec.Struct, frozen=True, gc=False):
 
 
 class Leader(msgspec.Struct, frozen=True, gc=False):
-    """A role. `leader` is null when nobody leads: given back, or not heard of for longer than its lease.
+    """A role. `leader` is null when no node leads: the role was released, or its leader was not heard within its lease.
 
-    `state` says whether anybody may act, and `gate` and `heartbeat` follow from it; `why` and `command` are null while
-    somebody may. `label` and `mood` are the state in words and how bad it is, `rank` its place, the worst first.
-    `hold`: by what it is led, a session or a lease; null when nobody leads.
-    `opens_ms`: when a leader that waits will act. `in_flight`: the work that a leader that drains waits for.
+    `state` says whether a node may act; `gate` and `heartbeat` follow from it. `why` and `command` are null while a
+    node may act. `label` is the state in words, `mood` how bad it is, `rank` its place in the order, worst first.
+    `hold`: how the leader holds the role, by a session or a lease; null when no node leads. `opens_ms`: when a waiting
+    leader may act. `in_flight`: the work that a draining leader waits for.
     """
 
     namespace: str
@@ -118,13 +118,13 @@ class LeadersReply(msgspec.Struct, frozen=True):
 
 
 class Term(msgspec.Struct, frozen=True, gc=False):
-    """`ended_ms` is null while it lasts. `gap_ms`: how long nobody could act before its leader; null for the first.
+    """`ended_ms` is null for an open term. `gap_ms`: how long no node could act before its leader; null for the first.
 
-    `opened_ms`: when its leader could act first, null if never. `shut_ms`: when it could last, if before the end.
-    `gaps`: when it could not in between, each as from, to and why.
+    `opened_ms`: when its leader could first act, null if never. `shut_ms`: when it could last act, if before the end.
+    `gaps`: when it could not act in between, each as from, to and why.
 
-    The term of a leader that has fallen silent for longer than its lease is shown as lost at its last heartbeat, as the
-    next winner will write it down.
+    The term of a leader that was silent for longer than its lease is shown as lost at its last heartbeat, as the next
+    winner will record it.
     """
 
     epoch: int
@@ -160,14 +160,14 @@ class EventsReply(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True, gc=False):
-    """One session or lease of a node: `hold` says which. `live`: heard of within its lease T.
+    """One session or lease of a node: `hold` says which. `live`: it was heard within its lease T.
 
-    `name_shared`: another one lives under its name.
+    `name_shared`: another live node has the same `node_id`.
 
-    `state`: starting until its first heartbeat, draining while it still leads, drained when it does not, silent when it
-    was not heard within its lease, ended when it has said goodbye, alive otherwise. `started_ms` is when its session
-    began, `process_started_ms` when its process opened the first one. `roles` is how many it leads, `wants` how many it
-    competes for, null if it has not said.
+    `state`: starting until its first heartbeat; draining while it is drained but still leads, drained when it no longer
+    leads; silent if it was not heard within its lease; ended if its session was closed; otherwise alive. `started_ms`
+    is when its session began, `process_started_ms` when its process opened the first one. `roles` is how many roles it
+    leads, `wants` how many it competes for, null if it has not declared them.
     """
 
     node_id: str
@@ -189,7 +189,7 @@ class Node(msgspec.Struct, frozen=True, gc=False):
 
 
 class Incident(msgspec.Struct, frozen=True, gc=False):
-    """Terms of one node that ended together and for one reason. `ended_ms`: when the last of the roles was led again.
+    """Terms of one node that ended together and for the same reason. `ended_ms`: when the last role was led again.
 
     `longest_ms`: the longest time for which one of the roles had no leader, up to now for those of `without_leader`.
     """
@@ -213,10 +213,11 @@ class IncidentsReply(msgspec.Struct, frozen=True):
 
 
 class Slot(msgspec.Struct, frozen=True, gc=False):
-    """What ran in one tick. `state`: running while its runner lives, done or failed as that said, lost if it is gone.
+    """The work of one tick. `state`: running while its runner lives, done or failed as reported, lost if the runner is
+    gone.
 
-    `attempts`: how often it was begun; `began_ms`, `node_id` and `took_ms` are of the last attempt, `took_ms` up to now
-    while it runs. `detail`: why it failed.
+    `attempts`: how often it was begun; `began_ms`, `node_id` and `took_ms` are those of the last attempt, `took_ms` up
+    to now while it runs. `detail`: why it failed.
     """
 
     name: str
@@ -255,7 +256,7 @@ def wall_ms() -> int:
 
 
 async def leaders(asks: Asks, namespace: str, *, prefix: str = "", after: str = "", limit: int) -> LeadersReply:
-    """One page of the roles, by name as the database sorts them."""
+    """One page of the roles, sorted by name as in the database."""
     rows = await asks.rows(
         "history_roles",
         namespace=namespace,
@@ -304,7 +305,7 @@ def _leader(row: Mapping[str, Any]) -> Leader:
 
 
 def _last_change(row: Mapping[str, Any], *, live: bool) -> LastChange | None:
-    if row["began_ms"] is None:  # its terms have been pruned, or none has begun
+    if row["began_ms"] is None:  # its terms were pruned, or none has begun
         return None
     if row["reason"] is not None:
         return LastChange(row["ended_ms"], row["reason"], None)
@@ -320,7 +321,7 @@ def _span_ms(now_ms: int, then_ms: int | None) -> int | None:
 async def terms(
     asks: Asks, namespace: str, role: str, *, from_ms: int = 0, to_ms: int = MS_MAX, before: int = LAST_ID, limit: int
 ) -> TermsReply | None:
-    """One page of a role's terms that touch a span of time, the newest first; None if there is no such role."""
+    """One page of a role's terms that overlap a period, newest first; None if there is no such role."""
     rows = await asks.rows(
         "history_terms",
         namespace=namespace,
@@ -341,7 +342,7 @@ async def terms(
 def _term(row: Mapping[str, Any]) -> Term:
     ended_ms, reason, gap_ms = row["ended_ms"], row["reason"], row["gap_ms"]
     if ended_ms is None and not row["live"]:
-        # Without a session's record nothing is known but the beginning.
+        # Without the session's record, only the beginning is known.
         ended_ms, reason = row["last_sign_ms"], "lost"
     gap_ms = None if gap_ms is None else max(0, gap_ms)
     times = row["opened_ms"], row["shut_ms"], [tuple(gap) for gap in row["gaps"]]
@@ -349,7 +350,7 @@ def _term(row: Mapping[str, Any]) -> Term:
 
 
 class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which events are wanted."""
+    """The filter for events."""
 
     role: str | None = None
     node: str | None = None
@@ -363,7 +364,7 @@ ANY_EVENT = EventFilter()
 async def events_before(
     asks: Asks, namespace: str, *, before: int = LAST_ID, wanted: EventFilter = ANY_EVENT, limit: int
 ) -> EventsReply:
-    """One page of events, the newest first."""
+    """One page of events, newest first."""
     place = {"since_s": EVER_S, "before_id": before, "page_size": limit + 1}
     rows = await asks.rows("history_events_before", namespace=namespace, **msgspec.structs.asdict(wanted), **place)
     return _events(rows, limit)
@@ -372,7 +373,7 @@ async def events_before(
 async def events_after(
     asks: Asks, namespace: str, *, after: int, wanted: EventFilter = ANY_EVENT, limit: int
 ) -> EventsReply:
-    """One page of events, the oldest first."""
+    """One page of events, oldest first."""
     place = {"after_id": after, "page_size": limit + 1}
     rows = await asks.rows("history_events_after", namespace=namespace, **msgspec.structs.asdict(wanted), **place)
     return _events(rows, limit)
@@ -384,7 +385,7 @@ def _events(rows: Sequence[Mapping[str, Any]], limit: int) -> EventsReply:
 
 
 async def nodes(asks: Asks, namespace: str, *, after: tuple[str, int] = ("", NO_SESSION), limit: int) -> NodesReply:
-    """One page of the nodes by name: those that live or lead, and those that were heard lately."""
+    """One page of the nodes by name: those that live or lead, and those heard lately."""
     rows = await asks.rows(
         "history_nodes",
         namespace=namespace,
@@ -422,7 +423,7 @@ async def nodes(asks: Asks, namespace: str, *, after: tuple[str, int] = ("", NO_
 async def incidents(
     asks: Asks, namespace: str, *, from_ms: int, to_ms: int, role: str | None, node: str | None, limit: int
 ) -> IncidentsReply:
-    """The newest incidents of this time."""
+    """The newest incidents of this period."""
     since, until = (dt.datetime.fromtimestamp(ms / 1000, dt.UTC) for ms in (from_ms, to_ms))
     found = await history.incidents(asks, namespace, name=role, since=since, until=until)
     wanted = [each for each in found if node is None or node in (each.node_id, *each.taken_over_by)]
@@ -443,7 +444,7 @@ async def incidents(
 
 
 async def slots(asks: Asks, namespace: str, *, name: str | None, limit: int) -> SlotsReply:
-    """The newest slots of a name; without one, the newest of each name."""
+    """The newest slots of a name; without a name, the newest slot of each."""
     found = await history.slots(asks, namespace, name, limit=limit + 1)
     shown = [
         Slot(
@@ -470,7 +471,7 @@ def _ms(moment: dt.datetime) -> int:
 
 
 class Api:
-    """The reads by path, each with the fields of its query. Raises `Refusal`."""
+    """The reads by path, each with its query parameters. Raises `Refusal`."""
 
     def __init__(self, ledger: ReadPool, namespace: str) -> None:
         self._ledger = ledger
@@ -531,7 +532,7 @@ class Api:
         role, node, limit = query.get("role") or None, query.get("node") or None, _limit_of(query)
         wanted = EventFilter(role=role, node=node, from_ms=from_ms, to_ms=to_ms)
         if "after" in query:
-            # The cursor of such a page is the event after which the next page begins.
+            # The cursor of this page is the event after which the next page begins.
             after = max(number_of(query, name, 0, LAST_ID, 0) for name in ("after", "cursor"))
             return await events_after(self._ledger, self._namespace, after=after, wanted=wanted, limit=limit)
         before = number_of(query, "cursor", 0, LAST_ID, LAST_ID)
@@ -565,7 +566,7 @@ class Api:
 
 
 def query_of(raw: bytes, known: Sequence[str]) -> dict[str, str]:
-    """The fields of a query, each known and given once."""
+    """The parameters of a query. Refuses unknown and repeated ones."""
     try:
         text = raw.decode("ascii")
         if re.search(r"%(?![0-9A-Fa-f]{2})", text):

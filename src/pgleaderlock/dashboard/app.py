@@ -1,10 +1,10 @@
 """The dashboard as an ASGI application: pages, the JSON API behind them, the live stream and the sign-in.
 
-It stands in front of the lock server's application, or alone. What is not its own it passes on as it came: programs
-that ask for locks are not slowed down. A browser's cookie opens pages, and everything that can be asked with GET; with
-the cookie alone nothing can be changed.
+It runs in front of the lock server's application, or alone. It passes requests that are not its own on unchanged, so it
+does not slow down the clients of the lock server. A browser's cookie gives access to pages and to everything that can
+be read with GET; with the cookie alone, nothing can be changed.
 
-Must never show a page or a figure to a visitor who could not have it from the API.
+Must never show a page or a figure to a visitor who could not get it from the API.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ ADDRESS_CHARS_MAX = 1024
 
 _PATHS = {page.address.encode(): name for name, page in PAGES.items()}
 _STATIC = {b"/static/" + name.encode(): file for name, file in static_files().items()}
-# Of the lock server, and for people too.
+# Paths of the lock server that people may open in a browser, too.
 _OPEN = (b"/metrics", b"/healthz", b"/readyz", b"/openapi.json")
 _DATA = (b"leaders", b"events", b"incidents", b"slots", b"nodes")
 _HTML = b"text/html; charset=utf-8"
@@ -55,7 +55,7 @@ _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     b"form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-# Not no-referrer: with that a browser says of its own forms that they come from nowhere.
+# Not no-referrer: with that, a browser sends `Origin: null` with our own forms.
 _PAGE_HEADERS = (
     (b"content-security-policy", _POLICY),
     (b"referrer-policy", b"same-origin"),
@@ -67,7 +67,7 @@ _LIMITED = "this token is limited to some locks: leaders, events and nodes are n
 
 @dataclass(frozen=True)
 class Rules:
-    """Who may ask, by which name, and for how long one may take to ask."""
+    """The access rules: allowed hosts, tokens, and the time limits for clients."""
 
     hosts: HostCheck
     tokens: Tokens | None
@@ -77,19 +77,19 @@ class Rules:
 
 @dataclass(frozen=True)
 class _Visitor:
-    """Who asks, and by which login, if it was by one."""
+    """The authenticated caller, and its login if it has one."""
 
     caller: Caller
     login: Login | None = None
 
 
 _Opened = tuple[Subscription, Login | None]
-"""A stream, and the login that it ends with."""
+"""A stream, and the login with which it ends."""
 
 
 class DashboardApp:
-    """Call it with ASGI's three. `api` and `feed` are None where there is no ledger, `inner` where there are no locks;
-    `alone` has then the open paths that the lock server would answer."""
+    """The ASGI application. `api` and `feed` are None if there is no ledger, `inner` is None if there are no locks;
+    then `alone` has the open paths that the lock server would answer."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class DashboardApp:
         self._log = get_logger("pgleaderlock.dashboard")
         self._warn_seldom = Seldom(self._log.warning)
         self.in_flight = InFlight()
-        """Our own requests only; open streams are among them."""
+        """Counts only the dashboard's own requests, including open streams."""
 
     def stop(self) -> None:
         """Ends the streams, and the requests whose bodies are still being sent."""
@@ -151,11 +151,11 @@ class DashboardApp:
             return self._api is not None and path.split(b"/", 3)[2] in _DATA
         if path in _PATHS or path in (b"/sign-in", b"/sign-out") or path.startswith(b"/static/"):
             return True
-        # A browser that has lost its way gets a page. Programs get the lock server's own answer.
+        # For an unknown path, a browser gets a page. Programs get the lock server's own answer.
         return path not in _OPEN and _reads_pages(scope["method"], dict(scope["headers"]))
 
     def _lend_token(self, scope: Scope) -> None:
-        """Lets a page ask for locks: a GET with a login's cookie is a GET with its token. Nothing else is."""
+        """Lets a page read locks: adds the login's token to a GET with its cookie, and to nothing else."""
         if self._rules.tokens is None or scope["method"] != "GET":
             return
         headers = dict(scope["headers"])
@@ -207,7 +207,7 @@ class DashboardApp:
             raise Refusal(404, "there is nothing at this path")
         return await self._data(path, scope, headers, visitor)
 
-    # --- Who asks
+    # --- Authentication
 
     def _visitor(self, headers: Mapping[bytes, bytes]) -> _Visitor:
         tokens = self._rules.tokens
@@ -220,7 +220,7 @@ class DashboardApp:
         return _Visitor(tokens.caller(headers.get(b"authorization")))
 
     def _login_of(self, visitor: _Visitor, headers: Mapping[bytes, bytes]) -> Login | None:
-        """What a stream ends with: the visitor's login, or one for its token alone. None: this server has no tokens."""
+        """The login with which a stream ends: the visitor's, or one for its token. None: this server has no tokens."""
         if visitor.login is not None or self._rules.tokens is None:
             return visitor.login
         return Login(visitor.caller, headers[b"authorization"], float("inf"), self._rules.tokens)
@@ -244,7 +244,7 @@ class DashboardApp:
             to = _page_at(given.get("to", "/"))
             authorization = b"Bearer " + given.get("token", "").strip().encode()
             caller = tokens.caller(authorization)
-            self._logins.close(headers)  # a browser that signs in again has no use for its old login
+            self._logins.close(headers)  # a browser that signs in again no longer needs its old login
             secret = self._logins.open(caller, authorization, tokens)
             self._log.info("signed_in", name=caller.name, client=_client(scope))
             return _elsewhere(to, (b"set-cookie", _cookie(secret, int(LASTS_S), scope, headers)))
@@ -275,7 +275,7 @@ class DashboardApp:
     # --- Pages
 
     def _lost(self, path: bytes, refusal: Refusal, headers: Mapping[bytes, bytes]) -> Answer:
-        """For a browser at an address that is no page. Without a login it is not even told that there is none."""
+        """The answer to a browser at an unknown path. Without a login, it does not reveal that the path is unknown."""
         if refusal.status == 401:
             return _elsewhere("/sign-in")
         text = f"{refusal.error[0].upper()}{refusal.error[1:]}: {path.decode('latin-1')}"
@@ -300,7 +300,7 @@ class DashboardApp:
         try:
             query = {name: text for name, text in query_of(scope["query_string"], PAGES[page].fields).items() if text}
             if page == "locks" and visitor.caller.prefix:
-                query.setdefault("prefix", visitor.caller.prefix)  # the rest is refused to this token
+                query.setdefault("prefix", visitor.caller.prefix)  # this token may see only these
             data |= await self._page_data(page, query, scope, visitor)
         except Refusal as refusal:
             status = refusal.status
@@ -314,7 +314,7 @@ class DashboardApp:
             return await self._locks(query, scope, visitor)
         assert self._api is not None
         path = page
-        # The script alone reads which time the timeline shows.
+        # Only the script reads the parameters for the time that the timeline shows.
         known = ("cursor",) if page == "history" else ("prefix", "role", "node", "name", "cursor")
         asked = {name: text for name, text in query.items() if name in known}
         span: dict[str, int] = {}
@@ -381,7 +381,7 @@ class DashboardApp:
 
 
 def _check_path(path: bytes) -> None:
-    """A path that does not exist is a 404, whatever the method."""
+    """Raise 404 for an unknown path, whatever the method."""
     parts = path.removeprefix(b"/v1/").split(b"/")
     if len(parts) > 3 or (len(parts) > 1 and (parts[0], parts[-1]) != (b"leaders", b"terms")):
         raise Refusal(404, "there is nothing at this path")
@@ -397,12 +397,12 @@ def _cookie(secret: str, age_s: int, scope: Scope, headers: Mapping[bytes, bytes
 
 
 def _reads_pages(method: str, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether it is a browser that shows what comes back, and no program or script."""
+    """Whether a browser loads this as a page, and not a program or a script."""
     return method == "GET" and b"text/html" in headers.get(b"accept", b"")
 
 
 def _page_at(wanted: str) -> str:
-    """Where a sign-in leads to: a page of ours, with its fields. Anything else would send people to other sites."""
+    """The target of a sign-in: one of our pages, with its query. Any other target would be an open redirect."""
     ours = wanted.partition("?")[0].encode() in _PATHS
     plain = wanted.isascii() and wanted.isprintable() and " " not in wanted and len(wanted) <= ADDRESS_CHARS_MAX
     return wanted if ours and plain else "/"
@@ -423,7 +423,7 @@ def _elsewhere(path: str, *headers: tuple[bytes, bytes]) -> Answer:
 
 
 def _moment_ms(name: str, text: str) -> int:
-    """A moment in the address of a page; without a zone in UTC, as the page shows it without its script."""
+    """A time in the address of a page; in UTC if it has no zone, as the page shows times without its script."""
     try:
         moment = dt.datetime.fromisoformat(text)
         ms = int((moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)).timestamp() * 1000)

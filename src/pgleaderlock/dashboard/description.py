@@ -1,6 +1,6 @@
-"""The dashboard's API described for programs: what the types of `api` cannot say.
+"""The OpenAPI description of the dashboard's API: what the types of `api` cannot express.
 
-Must never describe a field of an answer: its type does.
+Must never describe a field of a response: its type does.
 """
 
 from typing import Any
@@ -122,6 +122,6 @@ OPERATIONS = (
 
 
 def openapi_bytes() -> bytes:
-    """Of a dashboard that stands alone."""
+    """The OpenAPI document of a dashboard without a lock server."""
     info = {"title": "pgleaderlock dashboard", "version": VERSION}
     return msgspec.json.encode(document(info, [*OPERATIONS, *STATUS_OPERATIONS]))

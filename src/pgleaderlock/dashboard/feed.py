@@ -1,18 +1,18 @@
-"""What has changed, sent to every open page: one look at the ledger feeds all streams, however many there are.
+"""The live stream: one query of the ledger feeds all open pages, however many there are.
 
-A notification from a node wakes the look, and otherwise it is taken once per second; without a stream, not at all. A
-stream that does not keep up is told to load its page again instead of being sent what it missed, so that a slow reader
-costs no memory.
+The feed reads the ledger ("looks") at a notification from a node, and otherwise once per second; without a stream, it
+does not look. A stream that cannot keep up gets `reload` instead of the messages that it missed, so a slow reader costs
+no memory.
 
     event: leaders   {"now_ms", "leaders": rows}   at first all roles, then those that have changed
     event: nodes     {"now_ms", "nodes": rows}     all nodes, whenever one was heard
     event: event     one event of the ledger; its number is the id
-    event: stale     {"since_ms"}                  the database is away: what was sent last is from then
-    event: fresh     {"now_ms"}                    it is back
-    event: reload    {}                            something was left out: ask for everything again
-    event: end       {}                            the server stops: come back
+    event: stale     {"since_ms"}                  the database is unreachable: the data is from this time
+    event: fresh     {"now_ms"}                    the database answers again
+    event: reload    {}                            messages were left out: load everything again
+    event: end       {}                            the server is stopping: reconnect
 
-Must never wait for a reader while it looks, nor keep more for one than `QUEUE_MAX` messages.
+Must never wait for a reader while it looks, nor queue more than `QUEUE_MAX` messages for one.
 """
 
 import asyncio
@@ -39,40 +39,40 @@ __all__ = ["STREAM", "Feed", "FeedTiming", "Subscription", "stream"]
 STREAM = b"text/event-stream"
 PAGE = 1_000
 LEADERS_MAX = 10_000
-"""Roles that are followed; the others are on the pages, and change when those are loaded again."""
+"""The most roles that the feed follows. The others are on the pages, and change when a page is loaded again."""
 RING_MAX = 2_000
 EVENTS_MAX = 1_000
-"""More events than this at once are not sent one by one."""
+"""If there are more events than this at once, the streams get `reload` instead."""
 RESUMES_MAX = 20
-"""Resumed streams whose missed events are read from the database in one look; the others are told to reload."""
+"""The most resumed streams whose missed events one look reads from the database; the others get `reload`."""
 NODES_PER_SECOND = 100
 QUEUE_MAX = 32
 PING_S = 5.0
 PIECE_BYTES = 64 * 1024
-"""Written at once: more could cost memory for a slow reader."""
+"""The most bytes written at once: more could cost memory for a slow reader."""
 END_GRACE_S = 0.5
 
 _HEADERS = [
     (b"content-type", STREAM),
     (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
-    (b"x-accel-buffering", b"no"),  # a proxy that collects before it passes on would hold every message back
+    (b"x-accel-buffering", b"no"),  # a buffering proxy would delay every message
 ]
 
 
 class FeedTiming(msgspec.Struct, frozen=True):
     poll_s: float = 1.0
     pause_s: float = 0.1
-    """Between two looks at least, however often the nodes notify."""
+    """The shortest time between two looks, however often the nodes notify."""
     retry_s: float = 0.5
     late_s: float = 2.0
-    """How long a look may take before what was sent last is called stale."""
+    """How long a look may take before the data on the pages is reported as stale."""
     linger_s: float = 10.0
-    """How long looks go on without a stream."""
+    """How long the feed goes on looking without a stream."""
 
 
 class Feed:
-    """`subscribe`, and `unsubscribe` in the end; `stop` ends all streams, `close` everything."""
+    """Call `subscribe`, and `unsubscribe` at the end; `stop` ends all streams, `close` everything."""
 
     def __init__(
         self, dsn: Dsn, namespace: str, channel: str, *, streams_max: int, timing: FeedTiming | None = None
@@ -113,7 +113,7 @@ class Feed:
         self._streams.discard(stream)
 
     def stop(self) -> None:
-        """Ends every stream with its own event; a stream whose reader does not take that is cut a moment later."""
+        """Ends every stream with an `end` event. If a reader does not take it, its stream is cut a moment later."""
         self._stopping = True
         for stream in self._streams:
             stream.end()
@@ -146,7 +146,7 @@ class Feed:
                 await asyncio.sleep(timing.pause_s)
                 await within(wait_s, self._wake.wait())
         finally:
-            self._known = self._task = None  # first: a stream that comes now starts a new run
+            self._known = self._task = None  # do this first: a stream that subscribes now then starts a new run
             await cancel_and_wait(listening)
             await ledger.close()
 
@@ -163,7 +163,7 @@ class Feed:
         )
 
     async def _look_in_time(self, ledger: ReadPool, known: "_Known") -> None:
-        """A slow look goes on, and meanwhile the pages are told that what they show is old."""
+        """Look at the ledger. If that takes too long, report the data as stale, and go on waiting."""
         looking = asyncio.ensure_future(self._look(ledger, known))
         try:
             done, _ = await asyncio.wait([looking], timeout=self._timing.late_s)
@@ -183,7 +183,7 @@ class Feed:
         await self._nodes(ledger, known)
         coming = [stream for stream in self._streams if not stream.primed]
         resumed = await self._resumed(ledger, known, coming)
-        # From here on nothing waits: every stream sees the same order of things.
+        # No await from here on, so that every stream gets the messages in the same order.
         known.now_ms = now_ms
         complete = page.next_cursor is None
         gone = [_message("reload", b"{}")] if complete and known.leaders.keys() - {row.role for row in seen} else []
@@ -195,7 +195,7 @@ class Feed:
             self._log.info("ledger_back")
             back = [_message("fresh", api.encode({"now_ms": now_ms}))]
         self._send([*back, *chunks], fresh)
-        for stream in coming:  # the next look, which it has asked for, primes a stream that has come meanwhile
+        for stream in coming:  # a stream that has subscribed meanwhile has requested another look, which primes it
             stream.prime([*back, *known.snapshot()])
             if stream.after is not None:
                 stream.resume(resumed[stream.after] if stream.after in resumed else known.since(stream.after))
@@ -231,7 +231,8 @@ class Feed:
     async def _resumed(
         self, ledger: ReadPool, known: "_Known", coming: Sequence["Subscription"]
     ) -> dict[int, list[api.Event] | None]:
-        """What the streams have missed that resume after an event older than the ring; None: too much to send."""
+        """The missed events of streams that resume after an event older than the ring, by that event; None: too
+        many."""
         kept = {event.event_id for event in known.ring}
         wanted = {stream.after for stream in coming if stream.after is not None} - kept
         found: dict[int, list[api.Event] | None] = {}
@@ -250,18 +251,18 @@ class Feed:
 
 
 class _Known:
-    """What the looks of one run have seen."""
+    """The results of the looks of one run."""
 
     def __init__(self, namespace: str) -> None:
         self.events = history.EventFeed(namespace)
         self.began = False
         self.ring: deque[api.Event] = deque(maxlen=RING_MAX)
-        """The last events, in the order in which they were sent."""
+        """The latest events, in the order in which they were sent."""
         self.leaders: dict[str, api.Leader] = {}
         self.unsent: list[api.Event] = []
-        """Events of a look that failed half way: the next one sends them."""
+        """Events of a look that failed half-way: the next look sends them."""
         self.unsent_nodes: list[bytes] = []
-        """The same of the nodes."""
+        """The same for messages about the nodes."""
         self.nodes_due_at = 0.0
         self.now_ms = 0
         self.stale_since_ms: int | None = None
@@ -276,7 +277,7 @@ class _Known:
         return self._snapshot
 
     def changed(self, seen: Sequence[api.Leader], *, complete: bool) -> list[api.Leader]:
-        """Those that differ by more than their age. In a `complete` look, what is missing was forgotten."""
+        """The roles that differ by more than their age. In a `complete` look, missing roles were forgotten."""
         changed = [row for row in seen if _lasting(row) != _lasting(self.leaders.get(row.role))]
         self.leaders = {**({} if complete else self.leaders), **{row.role: row for row in seen}}
         self._snapshot = []
@@ -289,25 +290,25 @@ class _Known:
         return self._signs != before
 
     def since(self, event_id: int) -> list[api.Event] | None:
-        """The events after this one, if it is still among the last."""
+        """The events after this one; None if it is no longer among the latest."""
         numbers = [event.event_id for event in self.ring]
         return list(self.ring)[numbers.index(event_id) + 1 :] if event_id in numbers else None
 
 
 class Subscription:
-    """One stream as the feed sees it: what is still to be written to its reader, at most `QUEUE_MAX` messages."""
+    """One stream in the feed, with the queue of at most `QUEUE_MAX` messages for its reader."""
 
     def __init__(self, role: str | None, node: str | None, after: int | None) -> None:
         self.role = role
         self.node = node
         self.after = after
         self.primed = False
-        """It has been sent how everything is; from then on it is sent what changes."""
+        """The stream was sent the full state; from then on it gets changes."""
         self.sent: frozenset[int] = frozenset()
-        """Events that it was sent when it resumed."""
+        """The events that it was sent when it resumed."""
         self.ending = False
         self.cut: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the server no longer waits for its reader."""
+        """A future that is done when the server no longer waits for the reader."""
         self._queue: deque[bytes] = deque()
         self._grown = asyncio.Event()
 
@@ -344,7 +345,7 @@ class Subscription:
         self._grown.set()
 
     async def next(self, timeout_s: float) -> bytes:
-        """What is to be written next; empty if there was nothing for so long."""
+        """The bytes to write next; empty on a timeout."""
         if not self._queue:
             self._grown.clear()
             await within(timeout_s, self._grown.wait())
@@ -356,9 +357,9 @@ class Subscription:
 
 
 async def stream(feed: Feed, subscription: Subscription, login: Login | None, receive: Receive, send: Send) -> None:
-    """Writes a stream until it ends, its reader leaves, or its login is over.
+    """Writes a stream until it ends, its reader leaves, or its login has ended.
 
-    Waiting for a reader is interrupted when the server stops: a reader that does not read delays nothing.
+    When the server stops, waiting for the reader is interrupted, so that a reader that does not read delays nothing.
     """
     try:
         await first_of(_write(send, subscription, login), _gone(receive), subscription.cut)
@@ -388,7 +389,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def _message(kind: str, data: bytes, number: int | None = None) -> bytes:
-    """JSON of msgspec has no line feed in it."""
+    """A server-sent event. The JSON of msgspec never contains a line feed, so it is one line."""
     head = b"" if number is None else b"id: %d\n" % number
     return b"%sevent: %s\ndata: %s\n\n" % (head, kind.encode(), data)
 
@@ -413,7 +414,7 @@ def _node_message(now_ms: int, rows: Sequence[api.Node]) -> bytes:
 
 
 def _event_messages(events: Sequence[api.Event]) -> list[bytes]:
-    """All of them in one chunk, so that they count as one in a queue; none for no events."""
+    """All events in one chunk, so that they count as one message in a queue; no chunk without events."""
     if not events:
         return []
     if len(events) > EVENTS_MAX:
@@ -441,6 +442,6 @@ def _lasting(row: api.Leader | None) -> object:
 
 
 def _signs_of(row: api.Node, now_ms: int) -> object:
-    # To a tenth of a second: both numbers have been rounded.
+    # Compare in tenths of a second, because both numbers were rounded.
     heard = round((now_ms - row.heartbeat_age_ms) / 100)
     return (row.session_id, heard, row.state, row.live, row.candidate, row.draining, row.roles, row.wants)

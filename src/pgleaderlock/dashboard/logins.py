@@ -1,9 +1,9 @@
-"""Who has signed in: logins in this server's memory, found by a cookie that says nothing by itself.
+"""The logins of the dashboard: kept in this server's memory, and found by a random cookie.
 
-A login stands for the token that it was opened with, and may do less: a browser sends the cookie along whichever page
-has asked it to, so a request with the cookie alone can look, and never change anything. A restart ends every login.
+A login stands for the token with which it was opened, but with fewer rights: any page can make a browser send the
+cookie, so a request with only the cookie may read, but never change anything. A restart ends every login.
 
-Must never write a token or a cookie into a log, nor compare one letter by letter.
+Must never write a token or a cookie into a log, nor compare one character by character.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ COOKIE = "pgleaderlock_session"
 LASTS_S = 12 * 3600.0
 LOGINS_MAX = 1_000
 LOGINS_EACH_MAX = 50
-"""Per token: signing in again and again ends the logins of that token, and no other's."""
+"""The most logins per token: repeated sign-ins end older logins of the same token only."""
 _COOKIES_MAX = 4
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _PORT = re.compile(rb":([0-9]{1,5})\Z")
@@ -33,26 +33,26 @@ _ENDED = float("-inf")
 
 @dataclass(slots=True, eq=False)
 class Login:
-    """Lasts until `ends_at`, on the monotonic clock, and no longer than its token is that caller's."""
+    """A login, valid until `ends_at` on the monotonic clock, and only while its token belongs to the same caller."""
 
     caller: Caller
     authorization: bytes
-    """The header that would have said the same: the lock API knows nothing of logins."""
+    """The Authorization header with the same token, for the lock API, which has no logins."""
     ends_at: float
     tokens: Tokens
 
     @property
     def over(self) -> bool:
         if self.tokens.known(self.authorization) != self.caller:
-            self.ends_at = _ENDED  # for good, even if the token comes back
+            self.ends_at = _ENDED  # permanently, even if the token is added again
         return time.monotonic() >= self.ends_at
 
 
 class Logins:
-    """All logins of a server: at most `LOGINS_MAX`, the oldest goes first."""
+    """All logins of a server: at most `LOGINS_MAX`, of which the oldest is dropped first."""
 
     def __init__(self) -> None:
-        # Kept by a keyed hash: how long a search takes says nothing about any cookie.
+        # Logins are found by a keyed hash, so the time of a search reveals nothing about a cookie.
         self._key = secrets.token_bytes(32)
         self._logins: dict[bytes, Login] = {}
 
@@ -69,7 +69,7 @@ class Logins:
         return secret
 
     def find(self, headers: Mapping[bytes, bytes]) -> Login | None:
-        """The login of an HTTP request, if it has one that still lasts."""
+        """The valid login of an HTTP request, if it has one."""
         for secret in _secrets(headers):
             login = self._logins.get(self._hash(secret))
             if login is not None and not login.over:
@@ -81,7 +81,7 @@ class Logins:
             self._end(self._hash(secret))
 
     def _end(self, key: bytes) -> None:
-        """An open stream holds its login, and ends with it."""
+        """End a login, and with it its open streams."""
         login = self._logins.pop(key, None)
         if login is not None:
             login.ends_at = _ENDED
@@ -91,20 +91,21 @@ class Logins:
 
 
 def cookie_name(headers: Mapping[bytes, bytes]) -> str:
-    """With the port that was asked: a browser keeps one jar for a host, and there may be a server at each port."""
+    """The cookie's name contains the port: browsers share cookies between the ports of a host, each with its own
+    server."""
     port = _PORT.search(headers.get(b"host", b""))
     return COOKIE if port is None else f"{COOKIE}_{port[1].decode()}"
 
 
 def _secrets(headers: Mapping[bytes, bytes]) -> list[str]:
-    """Ours among the cookies, whatever the others look like."""
+    """The values of our cookie. Other cookies are ignored, even malformed ones."""
     ours = cookie_name(headers)
     pairs = (pair.partition("=") for pair in headers.get(b"cookie", b"").decode("latin-1").split(";"))
     return [value.strip() for name, _, value in pairs if name.strip() == ours][:_COOKIES_MAX]
 
 
 def check_same_origin(headers: Mapping[bytes, bytes]) -> None:
-    """Refuses a form that a page of another site has sent. A client that names no origin is not a browser."""
+    """Refuses a form from a page of another site. A client that sends no Origin header is not a browser."""
     origin = headers.get(b"origin")
     if origin is not None:
         same = _is_host(origin, headers.get(b"host", b""))
@@ -120,7 +121,7 @@ def secure_origin(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def _is_host(origin: bytes, host: bytes) -> bool:
-    """Schemes are not compared: a proxy in front of this server may speak TLS where it does not."""
+    """Does this origin have this host? The scheme is not compared, because a proxy in front may add TLS."""
     try:
         parts = urlsplit(origin.decode("ascii"))
         port = parts.port

@@ -2,16 +2,16 @@
 
     render(page, data, *, signed_in, locks, leaders) -> bytes
 
-`data` is the API's answer that the page shows (`PAGES` says which list of it), with "query", the fields of the page's
-own address, and "error", a sentence, if there was no answer. Three more pages have no list: `sign-in`, whose "to" is
-the page that comes after it; `refused` and `missing`, whose "error" says why.
+`data` is the API's answer that the page shows (`PAGES` says which list of it), with "query", the query parameters of
+the page itself, and "error", a sentence, if there was no answer. Three more pages have no list: `sign-in`, whose "to"
+is the page to go to afterwards; `refused` and `missing`, whose "error" says why.
 
 The markup of a row is written once, here, and used twice: filled with the first data (`Row` with values), and blank in
-a <template> (`Row` without), of which `static/rows.js` fills a copy for each row that comes later. The script adds no
-element to a row.
+a <template> (`Row` without), of which `static/rows.js` fills a copy for each later row. The script adds no element to a
+row.
 
-Must never ask anybody for anything, let a name become markup, or show a lease's id: whoever has that can act as the
-holder. No script and no style stands in a page itself, so that its Content-Security-Policy can forbid both.
+Must never do I/O, let a name become markup, or show a lease's id: anyone who has it can act as the holder. A page has
+no inline script and no inline style, so that its Content-Security-Policy can forbid both.
 """
 
 import time
@@ -31,20 +31,20 @@ __all__ = ["PAGES", "Page", "ago", "duration", "render", "static_files"]
 DEFAULT_NAMESPACE = "pgleaderlock"
 DASH = "\u2013"
 _AS_IN_SCRIPTS = "!'()*"
-"""What `encodeURIComponent` leaves as it is."""
+"""Characters that `encodeURIComponent` does not encode."""
 _NEWEST_MS = 253_402_300_799_000
-"""The last second that `datetime` knows."""
+"""The last second that `datetime` supports."""
 
 Values = Mapping[str, Any]
 
 
-# --- HTML: what is not `Html` already is escaped, however it looks.
+# --- HTML: everything that is not `Html` is escaped.
 
 _VOID = frozenset({"input", "link", "meta"})
 
 
 class Html(str):
-    """Markup that is ready."""
+    """Text that is markup already, and is not escaped again."""
 
     __slots__ = ()
 
@@ -67,7 +67,7 @@ def _joined(parts: Iterable[object]) -> Html:
     )
 
 
-# --- Words. `static/core.js` says the same: ages go on there, and times are those of the reader's zone.
+# --- Texts. `static/core.js` formats in the same way; there, ages are updated and times are in the reader's zone.
 
 
 def number(value: int) -> str:
@@ -94,7 +94,7 @@ def duration(ms: float | None) -> str:
 
 
 def ago(at_ms: float | None, now_ms: float) -> str:
-    """How long ago, in the larger unit only."""
+    """How long ago, in the largest unit only."""
     if at_ms is None:
         return DASH
     words = duration(now_ms - at_ms).split(" ")
@@ -111,8 +111,8 @@ def _time(at_ms: float, kind: str) -> tuple[object, dict[str, object]]:
 
 # --- Rows
 
-# Form: from a value and the present time to what is shown of it, and the attributes of its element. What depends on
-# the time keeps its moment in an attribute, from which the script goes on.
+# Forms: functions from a value and the current time to the text, and the attributes of its element. If the text depends
+# on the time, an attribute holds the moment, from which the script updates it.
 _FORMS: Mapping[str, Callable[[Any, int], tuple[object, dict[str, object]]]] = {
     "group": lambda _value, _now_ms: ("", {}),
     "text": lambda value, _now_ms: (value, {}),
@@ -139,7 +139,7 @@ _FORMS: Mapping[str, Callable[[Any, int], tuple[object, dict[str, object]]]] = {
 
 
 class Row:
-    """The parts of a row: filled, or without values the blanks that `static/rows.js` fills."""
+    """The parts of a row: filled with values, or blank for `static/rows.js` to fill."""
 
     def __init__(self, values: Values | None, now_ms: int = 0) -> None:
         self._values = values
@@ -156,19 +156,19 @@ class Row:
         return tag(name, *(children or (content,)), **attributes, **more)
 
     def missing(self, name: str, field: str, *children: object, **attributes: object) -> Html:
-        """An element that is there only if the field is None."""
+        """An element that is present only if the field is None."""
         if self._values is None:
             return tag(name, *children, **attributes, data_missing=field)
         return tag(name, *children, **attributes) if self._values[field] is None else Html("")
 
     def data(self, *fields: str) -> dict[str, object]:
-        """Fields that the row itself has as attributes."""
+        """The fields that are attributes of the row itself."""
         if self._values is None:
             return {"data_fields": " ".join(fields)}
         return {f"data_{field}": self._values[field] for field in fields}
 
     def name(self, field: str) -> Html:
-        """A name keeps its own direction of writing, and all of it is in the title."""
+        """A name with its own text direction, and in full in the title."""
         return self.show("bdi", field, "name")
 
     def role(self) -> Html:
@@ -190,11 +190,11 @@ class Row:
         return self.show("time", field, "moment")
 
     def bar(self, field: str, kind: str) -> Html:
-        """The script gives it its length: a style in the page would be refused by its policy."""
+        """A bar. The script sets its length, because the page's policy forbids inline styles."""
         return self.show("span", field, "group", tag("i", data_keep=True), class_=kind, aria_hidden="true")
 
 
-# Columns: class (in tables it also makes a number or a name of it), heading, and what a cell shows.
+# Columns: class (which, in tables, also marks numbers and names), heading, and the contents of a cell.
 Columns = Sequence[tuple[str, str, Callable[[Row], Iterable[Html]]]]
 
 _LEADERS: Columns = (
@@ -341,7 +341,7 @@ _LOCKS: Columns = (
 )
 
 
-# --- The page of the leaders: one row per role, with its lane of the timeline. What is wrong comes first.
+# --- The page of the leaders: one row per role, with its lane of the timeline, worst first.
 
 _AROUND_MS = 60_000
 _ROLES_NAMED = 8
@@ -355,7 +355,7 @@ _MOVES = (
 )
 REMEDIES_MAX = 5
 ROLES_TOGETHER = 5
-# What to do next, where there is nothing to show: first if nothing was asked for, then if it was.
+# What to do next if there is nothing to show: without a filter, and with one.
 _ELSEWHERE = "If nodes run already, compare their namespace and database with --namespace and --dsn of this dashboard."
 _EMPTY = {
     "leaders": (
@@ -444,7 +444,7 @@ def _leader_row(row: Row) -> Html:
 
 
 def _remedies(rows: Sequence[Values]) -> Html:
-    """Why nobody may act for which roles, and what to run next: the worst few."""
+    """Why no node may act for which roles, and what to run next: the worst few."""
     troubled = [row for row in rows if row["state"] != "acting"]
     moods = {(row["why"], row["command"]): row["mood"] for row in reversed(troubled)}
     causes = remedies((row["role"], row["why"], row["command"]) for row in troubled)
@@ -471,13 +471,13 @@ def _names(roles: Sequence[str]) -> Iterable[object]:
 
 
 def _sentence(rows: Sequence[Values], *, complete: bool) -> str:
-    """Whether somebody may act for every role; otherwise how many are in which state, the worst first."""
+    """Whether a node may act for every role; otherwise how many roles are in which state, worst first."""
     which = f"{len(rows)} role{'' if len(rows) == 1 else 's'}"
     if not complete:
         which += " on this page"
     if not rows:
         return "No roles"
-    counts = Counter(row["label"] for row in rows if row["state"] != "acting")  # the worst come first
+    counts = Counter(row["label"] for row in rows if row["state"] != "acting")  # in the order of rows: worst first
     if counts:
         who = f"{number(counts.total())} of {which} not acting" if len(rows) > 1 else "The one role is not acting"
         said = [f"{number(count)} {label}" for label, count in counts.items()] if len(counts) > 1 else counts
@@ -486,11 +486,11 @@ def _sentence(rows: Sequence[Values], *, complete: bool) -> str:
 
 
 def _mood(rows: Sequence[Values]) -> str:
-    return rows[0]["mood"] if rows else "none"  # a wrong namespace looks like this: nothing is well
+    return rows[0]["mood"] if rows else "none"  # no rows may mean a wrong namespace: do not show that all is well
 
 
 def _tab(data: Values) -> str:
-    """What a tab in the background says: for how many roles nobody may act, or that nothing is known."""
+    """The title for a tab in the background: for how many roles no node may act, or that nothing is known."""
     troubled = sum(row["state"] != "acting" for row in data.get("leaders", ()))
     return "(?) " if data.get("error") else f"({troubled}!) " if troubled else ""
 
@@ -521,7 +521,7 @@ def _tools(prefix: str) -> Html:
 
 
 def _heading() -> Html:
-    """The lane's heading is the axis, which the script draws."""
+    """The heading of the table. That of the lane is the axis, which the script draws."""
     cells = [tag("div", heading, role="columnheader", class_=f"c-{kind}") for kind, heading, _ in _LEADERS]
     axis = tag("div", tag("span", "Timeline", class_="hush"), role="columnheader", class_="c-lane", id="axis")
     return tag("div", tag("div", *cells, axis, role="row", class_="row head"), role="rowgroup", class_="heads")
@@ -531,7 +531,7 @@ def _heading() -> Html:
 
 
 def _history_page(data: Values, now_ms: int) -> Html:
-    """The terms of one role; of all roles the last change of each, and the script asks for their terms."""
+    """The terms of one role; or, for all roles, the last change of each, and the script loads their terms."""
     role, node = data["query"].get("role") or data.get("role"), data["query"].get("node") or ""
     form = _form("/history", *_named(role or "", node), *_times(data))
     csv = tag("button", "CSV", type="button", id="csv", hidden=True, title="What is shown, as a file")
@@ -567,7 +567,7 @@ def _events_page(data: Values, now_ms: int) -> Html:
 
 
 def _incidents_page(data: Values, now_ms: int) -> Html:
-    """As of the moment when it was loaded: what has happened does not change."""
+    """The incidents at the time of loading. The page is not updated, because the past does not change."""
     given = _given(data)
     form = _form(
         "/incidents", ("role", "Role", given["role"], None), ("node", "Node", given["node"], None), *_times(data)
@@ -579,7 +579,7 @@ def _incidents_page(data: Values, now_ms: int) -> Html:
 
 
 def _incident(incident: Values, now_ms: int) -> Values:
-    """With the way to the timeline of that time."""
+    """The incident with a link to the timeline of that time."""
     began_ms, ended_ms = incident["began_ms"], incident["ended_ms"] or now_ms
     around_ms = max(_AROUND_MS, ended_ms - began_ms)
     span = {"from": _iso(began_ms - around_ms), "to": _iso(ended_ms + around_ms)}
@@ -596,7 +596,7 @@ def _incident(incident: Values, now_ms: int) -> Values:
 
 
 def _slots_page(data: Values, now_ms: int) -> Html:
-    """As of the moment when it was loaded: whoever waits for the end of a work loads it again."""
+    """The slots at the time of loading. The page is not updated: reload it to see the end of a work."""
     name = data["query"].get("name") or ""
     rows = [_slot(slot) for slot in data.get("slots", ())]
     left_out = tag("p", "Older ones were left out.", class_="more") if data.get("more") else None
@@ -605,7 +605,7 @@ def _slots_page(data: Values, now_ms: int) -> Html:
 
 
 def _slot(slot: Values) -> Values:
-    """With the way to all slots of its name."""
+    """The slot with a link to all slots of its name."""
     return {**slot, "key": f"{slot['name']}\n{slot['slot']}", "all_of": f"/slots?{urlencode({'name': slot['name']})}"}
 
 
@@ -651,7 +651,7 @@ def _page(
     page: str,
     tools: Html | None = None,
 ) -> Html:
-    # Beside an error "nothing" would be taken for what there is.
+    # Beside an error, "nothing" would be misread as an empty result.
     empty = all("<tbody></tbody>" in table for table in tables) and not data.get("error")
     return _joined(
         (
@@ -670,7 +670,7 @@ _UNFILLED = (_CHANGES, _INCIDENTS, _SLOTS)
 
 
 def _table(name: str, columns: Columns, rows: Iterable[Values], now_ms: int, *, hidden: bool = False) -> Html:
-    """Followed by the blank of its rows, unless it is one that the script never fills."""
+    """A table, followed by the blank template of its rows, unless the script never fills it."""
     head = tag("thead", tag("tr", *(tag("th", heading, scope="col", class_=kind) for kind, heading, _ in columns)))
     body = tag("tbody", *(_table_row(columns, Row(values, now_ms)) for values in rows))
     blank = tag("template", _table_row(columns, Row(None)), id="row") if columns not in _UNFILLED else None
@@ -683,7 +683,7 @@ def _table_row(columns: Columns, row: Row) -> Html:
 
 
 _Field = tuple[str, str, str, str | None]
-"""Of a form: its name, its label, its value, and the list of what it suggests."""
+"""A field of a form: its name, its label, its value, and the list of its suggestions."""
 
 
 def _given(data: Values) -> dict[str, str]:
@@ -719,7 +719,8 @@ def _field(field_id: str, name: str, value: str, listed: str | None = None) -> H
 
 
 def _nothing(page: str, data: Values, *, hidden: bool) -> Html:
-    """Both texts are there: the script shows the other one when the fields change."""
+    """The text for an empty page. Both variants are present: the script switches between them when the filters
+    change."""
     empty, filtered = _EMPTY[page]
     text = filtered if filtered and any(data["query"].values()) else empty
     return tag("p", text, id="nothing", class_="nothing", data_empty=empty, data_filtered=filtered, hidden=hidden)
@@ -742,11 +743,11 @@ class Page(NamedTuple):
     address: str
     title: str
     about: str
-    """Leaders or locks: what a visitor must be allowed to see."""
+    """Leaders or locks: what a visitor must be allowed to see to open the page."""
     fields: tuple[str, ...]
-    """Of its query."""
+    """The parameters of its query."""
     shows: str
-    """The list of the API that it shows. The history of one role shows `/v1/leaders/{role}/terms` instead."""
+    """The list of the API that the page shows. The history of one role shows `/v1/leaders/{role}/terms` instead."""
     body: Callable[[Values, int], Html]
 
 
@@ -773,7 +774,7 @@ _WITHOUT_LIST = {"refused": "Not for this token", "missing": "There is no such p
 
 
 def render(page: str, data: Values, *, signed_in: bool, locks: bool, leaders: bool) -> bytes:
-    """The document, as UTF-8. `locks` and `leaders`: what this visitor may see."""
+    """The document as UTF-8. `locks` and `leaders`: whether this visitor may see them."""
     if page == "sign-in":
         return _document(page, "Sign in", _sign_in(data.get("error"), data.get("to", "/")), top=Html(""))
     now_ms = data.get("now_ms") or int(time.time() * 1000)
@@ -801,7 +802,7 @@ def _document(page: str, title: str, body: Html, *, top: Html) -> bytes:
         tag("title", f"{title} \u00b7 pgleaderlock"),
         tag("link", rel="icon", href=_ICON),
         tag("link", rel="stylesheet", href="/static/style.css"),
-        # Side by side instead of one after the other: a module names those that it needs only when it is there.
+        # Load the modules in parallel: without this, a browser finds a module's imports only after it has loaded it.
         *(tag("link", rel="modulepreload", href=f"/static/{name}") for name in scripts),
         tag("script", type="module", src="/static/app.js") if scripts else None,
     )
@@ -854,7 +855,7 @@ def _sign_in(error: str | None, to: str) -> Html:
 
 @cache
 def static_files() -> Mapping[str, tuple[bytes, bytes]]:
-    """What lies below `/static/`: content type and body of each file, by its name."""
+    """The files below `/static/`: content type and body by name."""
     found = {}
     for file in files("pgleaderlock.dashboard").joinpath("static").iterdir():
         content_type = _CONTENT_TYPES.get(file.name[file.name.rfind(".") :])

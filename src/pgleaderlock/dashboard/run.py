@@ -1,6 +1,6 @@
-"""The dashboard put together: in front of a lock server (`Mounted`), or as a server of its own (`DashboardServer`).
+"""Puts the dashboard together: in front of a lock server (`Mounted`), or as a separate server (`DashboardServer`).
 
-Must never keep a lock server from starting because the ledger's database is away.
+Must never keep a lock server from starting because the ledger's database is unreachable.
 """
 
 import asyncio
@@ -37,25 +37,25 @@ __all__ = ["DashboardServer", "DashboardSettings", "LedgerSettings", "Mounted"]
 
 _ANSWER_S = 10.0
 _OTHER_CONNECTIONS = 16
-"""Kept free of streams, so that pages can still be asked for."""
+"""Connections that streams may not use, so that pages can still be loaded."""
 
 
 @dataclass(frozen=True)
 class LedgerSettings:
-    """The ledger that is shown."""
+    """The ledger that the dashboard shows."""
 
     dsn: str
     namespace: str
     channel: str
     required: bool = True
-    """Whether a database without a ledger, or one that is not readable, is an error."""
+    """Whether it is an error if the database has no ledger, or one that may not be read."""
 
     def feed(self, streams_max: int) -> Feed:
         return Feed(self.dsn, self.namespace, self.channel, streams_max=streams_max)
 
 
 class Mounted:
-    """The dashboard of a lock server: `open`, `wrap`, and in the end `close`."""
+    """The dashboard in front of a lock server: call `open`, `wrap`, and at the end `close`."""
 
     def __init__(self, ledger: LedgerSettings | None) -> None:
         self._settings = ledger
@@ -64,13 +64,13 @@ class Mounted:
         self._log = get_logger("pgleaderlock.dashboard")
 
     async def open(self) -> Sequence[Operation]:
-        """Looks for the ledger; returns what is served beside the locks."""
+        """Looks for the ledger; returns the operations that are served in addition to the locks."""
         if self._settings is None:
             return ()
         ledger = ReadPool(self._settings.dsn)
         try:
             await history.ledger_facts(ledger)
-        except ConnectionError as error:  # away for now, and the pages say so
+        except ConnectionError as error:  # unreachable for now, which the pages show
             self._log.warning("ledger_away", error=str(error))
         except SchemaError as error:
             await ledger.close()
@@ -85,7 +85,7 @@ class Mounted:
         rules = Rules(inside.hosts, inside.tokens, inside.waits, access_log=inside.access_log)
         if self._ledger is None or self._settings is None:
             return DashboardApp(rules, api=None, feed=None, inner=inside.app)
-        # Half of the connections are for locks: open pages must not keep a lease from being renewed.
+        # Streams may use half of the connections: open pages must not keep a lease from being renewed.
         self._feed = self._settings.feed(max(1, inside.connections_max // 2))
         api = Api(self._ledger, self._settings.namespace)
         return DashboardApp(rules, api=api, feed=self._feed, inner=inside.app)
@@ -109,15 +109,15 @@ class DashboardSettings:
     serving: ServingLimits = field(default_factory=ServingLimits)
 
     def check(self) -> None:
-        """Raises `ConfigurationError` for what would be unsafe."""
+        """Raises `ConfigurationError` for unsafe settings."""
         check_exposure(self.host, self.token_file, self.tls)
 
 
 class DashboardServer:
-    """A dashboard alone. `start`, then `stop`, each once."""
+    """A dashboard without a lock server. Call `start`, then `stop`, each once."""
 
     def __init__(self, settings: DashboardSettings, hopeless: Callable[[ConnectionError], bool]) -> None:
-        """`hopeless` says whether a database that cannot be reached at the start is worth waiting for."""
+        """`hopeless` says whether it is pointless to wait for a database that cannot be reached at the start."""
         settings.check()
         self._settings = settings
         self._hopeless = hopeless
@@ -128,7 +128,7 @@ class DashboardServer:
         self.url = ""
 
     async def start(self) -> None:
-        """Raises `SchemaError` without a ledger."""
+        """Starts serving. Raises `SchemaError` if there is no ledger."""
         settings = self._settings
         listening = listen(settings.host, settings.port)
         self._ledger = ReadPool(settings.ledger.dsn)
@@ -162,7 +162,8 @@ class DashboardServer:
             self._log.warning("ledger_away", error=str(error))
 
     async def reload(self) -> None:
-        """Reads tokens and certificate anew. Raises `ConfigurationError`, and then both stay as they were."""
+        """Reads tokens and certificate again. If one of them cannot be used, raises `ConfigurationError` and changes
+        neither."""
         await self._http.reload(self._tokens)
 
     async def ended(self) -> None:
@@ -170,7 +171,7 @@ class DashboardServer:
         await self._http.ended()
 
     async def stop(self) -> None:
-        """Accepts no connection any more, answers what is in flight, ends the streams."""
+        """Stops accepting, answers the requests in flight, and ends the streams."""
         await self._http.stop(self._answered)
         await cancel_and_wait(self._sweeping)
         await self._feed.close()

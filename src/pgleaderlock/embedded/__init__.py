@@ -3,12 +3,12 @@
     with EmbeddedPostgres() as server:
         lock = LeaderLock.for_name(server.dsn, "billing")
 
-The first user of a data folder starts the server, later ones join it, and it stops when the last one has gone, also
-when that one was killed. It listens on a socket that only its owner may use, and on request on loopback with a
-password. It is not meant for production: all nodes have to be on one machine, and there is no backup.
+The first user of a data folder starts the server, and later ones join it. The server stops when the last user has
+ended, even if that one was killed. It listens on a socket that only its owner may use and, on request, on loopback with
+a password. It is not meant for production: all nodes must be on one machine, and there is no backup.
 
-This is start-up code: it blocks, and belongs outside a running event loop (or into a thread). `binaries` finds
-PostgreSQL's programs, `folder` makes the server's folder, `reaper` finds and stops its processes.
+Starting blocks: do it outside of a running event loop, or in a thread. `binaries` finds PostgreSQL's programs, `folder`
+creates the server's folder, `reaper` finds and stops its processes.
 
 Must never import a database driver, never end a process that it has not recognised as the server of its own data
 folder, and never put a password into a message.
@@ -50,8 +50,8 @@ ORPHANS_TIMEOUT_S = 15.0
 TOOL_TIMEOUT_S = 60.0
 REAPER_TIMEOUT_S = 10.0
 PORT_TRIES_MAX = 10
-# Below the range from which the kernel takes the ports of outgoing connections, so that a port is still free when a
-# stopped server comes back to it.
+# Below the kernel's range for the ports of outgoing connections, so that a stopped server's port stays free until the
+# server is started again.
 FREE_PORTS = range(20_000, 32_000)
 LOG_TAIL_BYTES = 4096
 LOG_TAIL_LINES = 20
@@ -80,7 +80,7 @@ class EmbeddedPostgres:
         self._wanted_port = port
         self._programs = Programs.prepare(binaries)
         path = data_dir if data_dir is not None else default_folder(self._programs)
-        # The parent is resolved and the last part is not, so that a link in its place is seen and refused.
+        # Resolve only the parent, so that a symbolic link as the last part is noticed and refused.
         self._folder = Folder(path.parent.resolve() / path.name, self._programs)
         self._users_lock: int | None = None
         self._joined_in = 0
@@ -114,12 +114,12 @@ class EmbeddedPostgres:
 
     @property
     def postmaster_pid(self) -> int:
-        """The server's first process."""
+        """The pid of the postmaster, the server's first process."""
         return self._running().pid
 
     @property
     def dsn(self) -> str:
-        """How to connect: over TCP with a password where a port was asked for, else through the socket."""
+        """The connection string: over TCP with a password if a port was asked for, otherwise through the socket."""
         if self._wanted_port is None:
             return self.socket_dsn
         self._require_joined()
@@ -130,7 +130,7 @@ class EmbeddedPostgres:
 
     @property
     def socket_dsn(self) -> str:
-        """How the owner, and nobody else, connects through the socket."""
+        """The connection string through the socket, which only the owner can use."""
         self._require_joined()
         host = str(self._folder.socket_folder()).replace("\\", "\\\\").replace("'", "\\'")
         return f"host='{host}' port={self._port or SOCKET_PORT} user={SUPERUSER} dbname=postgres"
@@ -148,15 +148,15 @@ class EmbeddedPostgres:
     # --- Joining and leaving
 
     def start(self) -> None:
-        """Starts the server, or joins the one that runs. Returns when it is ready. Harmless when repeated."""
+        """Starts the server, or joins the running one. Returns when it is ready. May be called repeatedly."""
         self._folder.make()
         with self._folder.starting() as lock:
             joined_here = self._users_lock is None
             if self._users_lock is None:
                 self._users_lock = self._folder.open_lock(reaper.USERS_LOCK)
                 self._joined_in = os.getpid()
-                # Waits for no more than an instant: a process that holds this lock exclusively holds start.lock as
-                # well, or is a reaper that gives it back at once.
+                # This waits only for a moment: a process that holds this lock exclusively also holds start.lock, or is
+                # a reaper that releases it at once.
                 fcntl.flock(self._users_lock, fcntl.LOCK_SH)
             try:
                 self._ensure_running(lock)
@@ -166,11 +166,11 @@ class EmbeddedPostgres:
                 raise
 
     def close(self) -> None:
-        """Leaves. When this was the last user, the server is down when this returns. Harmless when repeated."""
+        """Leaves the server. If this was its last user, the server is down on return. May be called repeatedly."""
         if self._users_lock is None:
             return
         if self._joined_in != os.getpid():
-            # A forked child has inherited the object, not the use of the server: that one is its parent's.
+            # In a forked child: only the parent counts as a user of the server.
             os.close(self._users_lock)
             self._users_lock = None
             return
@@ -178,7 +178,7 @@ class EmbeddedPostgres:
             self._leave()
 
     def _leave(self) -> None:
-        """Gives up the use of the server, and stops it if nobody else uses it. Needs start.lock."""
+        """Ends this object's use of the server, and stops the server if it was the last user. Needs start.lock."""
         assert self._users_lock is not None
         try:
             for _ in range(LAST_USER_TRIES_MAX):
@@ -186,8 +186,8 @@ class EmbeddedPostgres:
                     self._stop("fast")
                     reaper.forget_socket_folder(self._folder.path)
                     return
-                # Either another user holds it, or for an instant the reaper, which then waits for the start.lock that
-                # we hold. Waiting for a share tells the two apart: the next try meets users only.
+                # Another user holds it, or, for a moment, the reaper, which then waits for the start.lock that we hold.
+                # Waiting for a shared lock tells the two apart: after that, only users can hold it.
                 fcntl.flock(self._users_lock, fcntl.LOCK_SH)
         finally:
             os.close(self._users_lock)
@@ -196,7 +196,7 @@ class EmbeddedPostgres:
     # --- For tests
 
     def stop(self, mode: StopMode = "fast") -> None:
-        """Stops the server for all its users; `start()` brings it back. "immediate" is a crash with recovery."""
+        """Stops the server for all its users; `start()` starts it again. "immediate" is a crash with recovery."""
         self._require_joined()
         with self._folder.starting():
             self._stop(mode)
@@ -209,7 +209,7 @@ class EmbeddedPostgres:
             self._ensure_running(lock)
 
     def promote(self) -> None:
-        """Makes a replica a primary of its own."""
+        """Promotes a replica to a primary."""
         self._running()
         done = self._programs.run(
             "pg_ctl", ["promote", "-w", "-s", "-t", "30", "-D", str(self._folder.data)], timeout_s=TOOL_TIMEOUT_S
@@ -218,7 +218,7 @@ class EmbeddedPostgres:
             raise EmbeddedError(f"The replica could not be promoted: {done.stdout.strip()}\n{self._log_tail(0)}")
 
     def make_replica(self, data_dir: Path) -> "EmbeddedPostgres":
-        """Starts a streaming replica in a folder of its own, on a port of its own. This server must have a port too."""
+        """Starts a streaming replica with its own folder and port. This server must have a port, too."""
         self._require_joined()
         if self._wanted_port is None:
             raise ConfigurationError("A replica connects over TCP: start this server with port=0.")
@@ -268,12 +268,13 @@ class EmbeddedPostgres:
         self._port = server.port
 
     def _ensure_reaper(self) -> None:
-        # The reaper comes before the server, so that there is no moment in which our end would leave a server behind.
+        # Start the reaper before the server, so that the server is never left behind if this process ends.
         mark = self._folder.open_lock(reaper.REAPER_LOCK)
         try:
             if not try_lock(mark, fcntl.LOCK_EX):
                 return
-            # The lock belongs to the open file, which the reaper inherits: it is held without a gap until its end.
+            # The lock belongs to the open file, which the reaper inherits: so it is held without a gap until the
+            # reaper's end.
             command = [sys.executable, "-I", "-S", reaper.__file__, str(self._folder.path), str(mark)]
             subprocess.run(
                 command,
@@ -292,8 +293,8 @@ class EmbeddedPostgres:
             os.close(mark)
 
     def _clear_remains(self) -> None:
-        """Makes way for a new server where the last one was killed."""
-        # The processes of a killed postmaster notice its death and end; a new server refuses to start before that.
+        """Clears what a killed server has left, so that a new one can start."""
+        # The children of a killed postmaster notice its death and end; a new server refuses to start before that.
         deadline = time.monotonic() + ORPHANS_TIMEOUT_S
         for orphan in reaper.processes_in(self._folder.data):
             if not reaper.wait_for_exit(orphan, self._folder.data, max(0.0, deadline - time.monotonic())):
@@ -301,9 +302,9 @@ class EmbeddedPostgres:
                     f"Process {orphan} of a killed server in {self._folder.path} is still at work."
                     " End it and try again."
                 )
-        # PostgreSQL itself removes a pid file whose process is gone. One whose number now belongs to another process
-        # (as after a crash of the machine) or to a zombie would keep it from starting. On Linux we have seen above
-        # that no process works in the data directory.
+        # PostgreSQL removes a pid file whose process is gone. But if the pid belongs to another process by now (after a
+        # crash of the machine) or to a zombie, it refuses to start. On Linux, the loop above has shown that no process
+        # works in the data directory.
         if sys.platform != "linux":
             return
         socket_locks = self._folder.socket_folder().glob(".s.PGSQL.*.lock")
@@ -313,7 +314,7 @@ class EmbeddedPostgres:
                 pid_file.unlink()
 
     def _launch(self) -> reaper.Postmaster:
-        # A server that comes back keeps its port, or the DSN that was handed out would be wrong.
+        # A restarted server keeps its port: otherwise the DSN that users already have would be wrong.
         if self._wanted_port is None or self._wanted_port > 0 or self._port:
             return self._launch_on(self._port or self._wanted_port if self._wanted_port is not None else None)
         for remaining in reversed(range(PORT_TRIES_MAX)):
@@ -321,7 +322,7 @@ class EmbeddedPostgres:
             try:
                 return self._launch_on(port)
             except EmbeddedError:
-                # Another process took the port between our look and the server's.
+                # Another process took the port between our check and the server's start.
                 if remaining == 0 or not _port_taken(port):
                     raise
         raise AssertionError("unreachable: the last try returns or raises")
@@ -331,13 +332,13 @@ class EmbeddedPostgres:
         launching = self._folder.path / reaper.LAUNCHING
         launching.touch(mode=0o600)
         log = self._folder.open_log()
-        # Each process of the server inherits the writing end, so the reading end tells when all of them have ended.
+        # Each process of the server inherits the writing end, so the reading end shows when all of them have ended.
         alive, inherited = os.pipe()
         try:
             log_begin = os.fstat(log).st_size
             options = shlex.join(["-c", f"config_file={self._folder.conf / 'postgresql.conf'}"])
-            # pg_ctl puts the server into a session of its own: a Ctrl-C for us is none for it.
-            # It hands -D to a shell in double quotes, which a $ or a quote in the path would break: hence PGDATA.
+            # pg_ctl starts the server in a new session, so that our Ctrl-C does not reach it. It passes -D to a shell
+            # in double quotes, which a $ or a quote in the path would break: hence PGDATA.
             try:
                 self._programs.run(
                     "pg_ctl",
@@ -360,7 +361,7 @@ class EmbeddedPostgres:
         poll = select.poll()
         if alive is not None:
             poll.register(alive, select.POLLIN)
-        # Nothing signals that a server is ready, except a line in its pid file.
+        # Polling, because only a line in the pid file shows that a server is ready.
         while time.monotonic() < deadline:
             server = reaper.find_postmaster(self._folder.data)
             if server is not None and _accepts(server):
@@ -387,7 +388,7 @@ class EmbeddedPostgres:
 
 
 def _accepts(server: reaper.Postmaster) -> bool:
-    # "standby" is a replica that was told not to accept connections: as ready as it will ever be.
+    # "standby" is a replica that is configured not to accept connections: it is ready, too.
     return server.status in ("ready", "standby")
 
 
@@ -400,7 +401,7 @@ def _free_port() -> int:
 
 def _port_taken(port: int) -> bool:
     with socket.socket() as probe:
-        # As PostgreSQL does: connections of the past on this port are no obstacle.
+        # As in PostgreSQL: old connections on this port (TIME_WAIT) do not prevent listening.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))

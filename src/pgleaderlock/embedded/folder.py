@@ -76,7 +76,7 @@ def default_folder(programs: Programs) -> Path:
 
 
 def check_settings(settings: Mapping[str, str]) -> dict[str, str]:
-    """Refuses settings that are no settings, and those by which this module keeps the server private."""
+    """Refuses names that are not PostgreSQL settings, and settings by which this module keeps the server private."""
     for name in settings:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]*", name):
             raise ConfigurationError(f"{name!r} is not the name of a PostgreSQL setting.")
@@ -104,17 +104,17 @@ class Folder:
 
     @property
     def log(self) -> Path:
-        """What the server wrote to its standard output and error."""
+        """The server's standard output and error."""
         return self.path / "server.log"
 
-    # --- Making it
+    # --- Creating it
 
     def make(self) -> None:
-        """Makes the folder unless it is there, and proves that the account can reach it."""
+        """Creates the folder unless it exists, and proves that the account can reach it."""
         self._make_parents()
         self._refuse_unreachable(self.path.parent)
         if not self.path.exists():
-            # Made under another name first, so that nobody ever sees it half-made.
+            # Create it under another name first, so that no process sees it half-made.
             scratch = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.path.parent))
             self._share_with_account(scratch, 0o710)
             try:
@@ -133,7 +133,7 @@ class Folder:
         for parent in reversed(missing):
             parent.mkdir(exist_ok=True)
             if self.programs.owner.uid == 0:
-                # Ours, as we have just made it: the account must be able to pass, whatever the umask.
+                # We have just created it, so it is ours: the account must be able to traverse it, whatever the umask.
                 parent.chmod(0o755)
 
     def _refuse_unreachable(self, path: Path) -> None:
@@ -149,7 +149,7 @@ class Folder:
             )
 
     def _share_with_account(self, path: Path, mode: int) -> None:
-        """For the owner to write and the account to read or pass; for the owner alone when they are the same."""
+        """Lets the owner write and the account read or traverse it; if both are the same, only the owner."""
         if self.programs.account == self.programs.owner:
             path.chmod(mode & 0o700)
             return
@@ -164,12 +164,12 @@ class Folder:
     # --- Locks
 
     def open_lock(self, name: str) -> int:
-        """A descriptor of one of the lock files. Locks end with it, and so with the process at the latest."""
+        """A descriptor of one of the lock files. Closing it releases its locks, as the end of the process does."""
         return os.open(self.path / name, os.O_RDWR | os.O_CREAT, 0o600)
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[int]:
-        """Holds start.lock: one process at a time starts, stops or creates. Gives the descriptor that holds it."""
+        """Holds start.lock: one process at a time starts, stops or creates a server. Yields the descriptor."""
         lock = self.open_lock(reaper.START_LOCK)
         try:
             deadline = time.monotonic() + START_LOCK_TIMEOUT_S
@@ -182,13 +182,13 @@ class Folder:
                 time.sleep(LOCK_POLL_S)
             yield lock
         finally:
-            # Closed, not unlocked: a program that we started and that outlived us keeps the lock until it has ended.
+            # Close it without unlocking: a program that we have started, and that still runs, keeps the lock.
             os.close(lock)
 
     # --- Filling it
 
     def initialise(self, lock: int) -> None:
-        """Creates the database cluster unless it is there. `lock` is the descriptor of the held start.lock."""
+        """Creates the database cluster unless it exists. `lock` is the descriptor of the held start.lock."""
         if self.data.exists():
             self._check_version()
             return
@@ -208,7 +208,7 @@ class Folder:
         self.keep_password(password)
 
     def fill_data(self, fill: Callable[[Path], subprocess.CompletedProcess[str]]) -> None:
-        """Lets a program fill a new data directory, which gets its name only when it is whole."""
+        """Lets a program fill a new data directory, which gets its final name only when it is complete."""
         for leftover in self.path.glob("data.init-*"):
             shutil.rmtree(leftover, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(prefix="data.init-", dir=self.path))
@@ -240,7 +240,7 @@ class Folder:
         self.conf.mkdir(exist_ok=True)
         self._share_with_account(self.conf, 0o750)
         every = {
-            # One backend more or less does not matter to us; a server that fills its log with checkpoints does.
+            # Checkpoints would only fill the log.
             "log_checkpoints": "off",
             **settings,
             "listen_addresses": LOOPBACK if port is not None else "",
@@ -255,15 +255,16 @@ class Folder:
         access = ["local all all peer map=owner", "local replication all peer map=owner"]
         if port is not None:
             access += [f"host {what} all {LOOPBACK}/32 scram-sha-256" for what in ("all", "replication")]
-        # Exactly the operating-system user who owns the server: not even the account that it runs as.
+        # Only the operating-system user that owns the server may connect: not even the account that it runs as.
         identity = [f'owner "{self.programs.owner.name}" {SUPERUSER}']
         for name, content in (("postgresql.conf", lines), ("pg_hba.conf", access), ("pg_ident.conf", identity)):
             self._new_file(f"conf/{name}", "\n".join(content) + "\n")
 
     def socket_folder(self) -> Path:
-        """Where the socket is: in the folder or, where its path will not do for a socket, in one of its own."""
+        """The folder of the socket: in the server's folder or, if its path cannot be used for a socket, a separate
+        one."""
         run = self.path / reaper.RUN
-        # A comma in a DSN's host begins the next host.
+        # In a DSN's host, a comma separates several hosts.
         if len(os.fsencode(run / f".s.PGSQL.{SOCKET_PORT}")) <= SOCKET_PATH_BYTES_MAX and "," not in str(run):
             with contextlib.suppress(FileExistsError):
                 run.mkdir()
@@ -275,14 +276,14 @@ class Folder:
             found = remembered.lstat()
             if stat.S_IMODE(found.st_mode) == 0o700 and found.st_uid == self.programs.account.uid:
                 return remembered
-        # Named outright, because $TMPDIR may be as long as the path that we are avoiding; mkdtemp makes it safe.
+        # Always /tmp, because $TMPDIR may be as long as the path that we avoid; mkdtemp makes it safe.
         elsewhere = Path(tempfile.mkdtemp(prefix="pgleaderlock-", dir="/tmp"))
         self._give_to_account(elsewhere, 0o700)
         self._new_file(reaper.SOCKET_FOLDER, str(elsewhere))
         return elsewhere
 
     def open_log(self) -> int:
-        """A descriptor of the log, for the server to inherit. A log that has grown large is put aside first."""
+        """A descriptor of the log, for the server to inherit. A large log is renamed first."""
         with contextlib.suppress(FileNotFoundError):
             if self.log.stat().st_size > LOG_BYTES_MAX:
                 self.log.replace(self.log.with_suffix(".log.old"))
@@ -294,11 +295,11 @@ class Folder:
         return (self.path / "password").read_text(encoding="ascii")
 
     def keep_password(self, password: str) -> None:
-        """Stores it where only the owner can read it."""
+        """Stores the password in a file that only the owner can read."""
         self._new_file("password", password)
 
     def _new_file(self, name: str, content: str) -> Path:
-        # Written whole and then renamed: a reader sees the old file or the new one.
+        # Written completely and then renamed: a reader sees the old file or the new one.
         path = self.path / name
         scratch = path.with_name(f".{path.name}.new")
         with contextlib.suppress(FileNotFoundError):
@@ -312,7 +313,7 @@ class Folder:
 
 
 def try_lock(descriptor: int, kind: int) -> bool:
-    """Takes the lock if that is possible at once."""
+    """Takes the lock if that is possible without waiting; returns whether it was."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

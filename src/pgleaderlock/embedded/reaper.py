@@ -1,7 +1,7 @@
 """Finds, watches and stops the embedded server's processes; run as a script, it is the reaper.
 
 The reaper is a small detached process, one per server. It sleeps in `flock` until the last user of the server has
-gone, whether that user left or was killed, and then stops the server. `EmbeddedPostgres` uses the same functions.
+ended, by itself or killed, and then stops the server. `EmbeddedPostgres` uses the same functions.
 
 Must never import anything of pgleaderlock: the reaper is started by the path of this file, so that it costs little
 memory and does not load a database driver. Must never signal a process that it has not recognised as the postmaster of
@@ -30,7 +30,7 @@ SOCKET_FOLDER = "socket-folder"
 
 FAST_STOP_TIMEOUT_S = 30.0
 IMMEDIATE_STOP_TIMEOUT_S = 10.0
-# How long a server whose launch was interrupted may take to write its pid file. It takes a few milliseconds.
+# How long a server may take to write its pid file after an interrupted launch. It usually takes a few milliseconds.
 LAUNCH_SHOWS_WITHIN_S = 5.0
 POLL_S = 0.005
 
@@ -39,7 +39,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class Postmaster:
-    """What a running server says about itself in its pid file. An empty address means: no TCP."""
+    """The contents of a running server's pid file. An empty address means that it does not use TCP."""
 
     pid: int
     port: int
@@ -48,7 +48,7 @@ class Postmaster:
 
 
 def find_postmaster(data: Path) -> Postmaster | None:
-    """The running server of this data directory, or None. A pid file that a crash left behind does not count."""
+    """The running server of this data directory, or None. A pid file left by a crash does not count."""
     try:
         lines = (data / "postmaster.pid").read_text(encoding="utf-8", errors="replace").splitlines()
         pid = int(lines[0])
@@ -69,11 +69,11 @@ def processes_in(data: Path) -> list[int]:
 
 
 def _works_in(pid: int, data: Path) -> bool:
-    # Each process of a server works in its data directory. That tells it from another process that was given the same
-    # pid after a crash, and from a zombie, which has no working directory any more.
+    # The working directory of every server process is its data directory. That distinguishes it from another process
+    # with the same pid after a crash, and from a zombie, which has no working directory.
     if _PROC.is_dir():
         try:
-            # The name ends in " (deleted)" when the programs were replaced under a running server.
+            # The name ends in " (deleted)" if the programs were replaced while the server was running.
             program = Path(f"/proc/{pid}/exe").readlink().name.removesuffix(" (deleted)")
             return program == "postgres" and Path(f"/proc/{pid}/cwd").samefile(data)
         except OSError:
@@ -86,7 +86,7 @@ def _works_in(pid: int, data: Path) -> bool:
 
 
 def wait_for_exit(pid: int, data: Path, timeout_s: float) -> bool:
-    """Waits until the process has ended; False when time ran out first."""
+    """Waits until the process has ended; False on a timeout."""
     deadline = time.monotonic() + timeout_s
     with contextlib.suppress(OSError, AttributeError):
         watch = os.pidfd_open(pid)
@@ -97,8 +97,8 @@ def wait_for_exit(pid: int, data: Path, timeout_s: float) -> bool:
                 poll.poll(timeout_s * 1000)
         finally:
             os.close(watch)
-    # Where the kernel offers no such watch, nothing signals the end of a process that is not our child: look again
-    # and again. Where it does, this loop is over at its first look.
+    # Without such a watch in the kernel, nothing signals the end of a process that is not our child: poll. With it,
+    # this loop ends at its first check.
     while _works_in(pid, data):
         if time.monotonic() >= deadline:
             return False
@@ -121,9 +121,9 @@ def stop_postmaster(data: Path, mode: str = "fast", timeout_s: float = FAST_STOP
 
 
 def forget_socket_folder(folder: Path) -> None:
-    """Removes the socket folder that lives elsewhere because the path of `folder` will not do."""
+    """Removes the separate socket folder, which exists if the path of `folder` cannot be used for a socket."""
     note = folder / SOCKET_FOLDER
-    # rmdir removes nothing but an empty folder, so a note that lies can do no harm.
+    # rmdir only removes an empty folder, so a wrong note does no harm.
     with contextlib.suppress(OSError):
         Path(note.read_text(encoding="utf-8")).rmdir()
     with contextlib.suppress(OSError):
@@ -131,8 +131,8 @@ def forget_socket_folder(folder: Path) -> None:
 
 
 def _await_launch(folder: Path) -> None:
-    # A starter that was killed between launching the server and seeing it ready leaves its note behind: the server may
-    # be about to appear.
+    # A starter that was killed after launching the server, before it was ready, leaves its note: the server may still
+    # be about to start.
     deadline = time.monotonic() + LAUNCH_SHOWS_WITHIN_S
     while (folder / LAUNCHING).exists() and find_postmaster(folder / DATA) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
@@ -141,12 +141,12 @@ def _await_launch(folder: Path) -> None:
 def _reap(folder: Path) -> None:
     users = os.open(folder / USERS_LOCK, os.O_RDWR)
     start = os.open(folder / START_LOCK, os.O_RDWR)
-    # The one loop here without a count: it goes round once for each time that the last user left and another came
-    # before we noticed, and it sleeps in the kernel in between.
+    # The only loop here without a bound: it runs once for each time that the last user left and another one came before
+    # we noticed, and it sleeps in the kernel in between.
     while True:
         fcntl.flock(users, fcntl.LOCK_EX)
-        # A starter takes start.lock first and users.lock second, so we must not wait for the first while we hold the
-        # second.
+        # A starter takes start.lock first and users.lock second, so we must not wait for start.lock while we hold
+        # users.lock.
         fcntl.flock(users, fcntl.LOCK_UN)
         fcntl.flock(start, fcntl.LOCK_EX)
         try:
@@ -161,8 +161,8 @@ def _reap(folder: Path) -> None:
 
 
 def main(folder: Path, reaper_lock: int) -> None:
-    """Runs the reaper of `folder`. `reaper_lock` is the descriptor, already locked by the starter, that marks it."""
-    # The starter waits for our first process only, so the second is nobody's child and leaves no zombie with anyone.
+    """Runs the reaper of `folder`. `reaper_lock` is the descriptor of reaper.lock, which the starter has locked."""
+    # The starter waits for our first process only, so init adopts the second one, and no zombie is left.
     if os.fork() != 0:
         os._exit(0)
     os.setsid()
@@ -171,10 +171,11 @@ def main(folder: Path, reaper_lock: int) -> None:
     try:
         _reap(folder)
     except FileNotFoundError:
-        # Someone removed the whole folder. There is nothing left to stop.
+        # The whole folder was removed: there is nothing left to stop.
         return
     finally:
-        # Given back before start.lock, which goes with the process: a starter sees either a reaper or its absence.
+        # Release it before start.lock, which is released at the process's end: then a starter sees a working reaper or
+        # none.
         os.close(reaper_lock)
 
 

@@ -1,8 +1,8 @@
 """The lock server as an ASGI application: admits a request, decodes it, hands it to the service, answers it.
 
-An acquire, a renewal or a release has one way: `at_once` takes it when all of it has come, `Service.begin` submits it
-to the store, and the store's reply is written by a callback. A request whose body is still on its way waits for it in
-a task, as ASGI has it, and then goes the same way.
+An acquire, a renewal or a release has one path: `at_once` takes a request that has arrived completely, `Service.begin`
+submits it to the store, and a callback writes the store's reply. If the body has not arrived completely, a task waits
+for it, as usual in ASGI, and the request then takes the same path.
 
 Must never decide anything about locks.
 """
@@ -49,7 +49,7 @@ __all__ = ["BATCH_BYTES_MAX", "BODY_BYTES_MAX", "LockApp"]
 BODY_BYTES_MAX = 16 * 1024
 BATCH_BYTES_MAX = 2 * 1024 * 1024
 
-# For probes and tools that have no token: they tell nothing about any lock.
+# Open to probes and tools without a token: these paths reveal nothing about any lock.
 _OPEN_PATHS = frozenset({b"/healthz", b"/readyz", b"/openapi.json"})
 
 _acquire_decoder = wire.decoder(wire.AcquireRequest)
@@ -59,7 +59,7 @@ _break_decoder = wire.decoder(wire.BreakRequest)
 _batch_decoder = wire.decoder(wire.BatchRequest)
 
 _Read = Callable[[str, bytes | bytearray, Mapping[bytes, bytes]], tuple[Operation, int]]
-"""Lock name, body and headers become an operation, and how long it may wait."""
+"""Reads an operation, and how long it may wait, from lock name, body and headers."""
 
 
 def _read_acquire(name: str, body: bytes | bytearray, headers: Mapping[bytes, bytes]) -> tuple[Operation, int]:
@@ -82,7 +82,7 @@ _READS: dict[bytes, _Read] = {b"acquire": _read_acquire, b"renew": _read_renew, 
 
 
 class LockApp:
-    """Call it with ASGI's three. `stop()` is for the end, and then `in_flight` tells when it has come."""
+    """The ASGI application. At the end, call `stop()` and then wait for `in_flight` to be answered."""
 
     def __init__(
         self,
@@ -107,15 +107,16 @@ class LockApp:
         self.in_flight = InFlight()
 
     def stop(self) -> None:
-        """Interrupts everyone who waits: for a lock, or for the rest of a body."""
+        """Interrupts all requests that wait, for a lock or for the rest of a body."""
         self._service.stop()
         self._waits.stop()
         self.in_flight.stop()
 
-    # --- An acquire, a renewal or a release: one way, with or without a task in front of it
+    # --- An acquire, a renewal or a release: one path, with or without a task that waits for the body
 
     def at_once(self, exchange: Exchange) -> bool:
-        """Takes on one of the three that has come as a whole, without a task; False for every other request."""
+        """Handles an acquire, a renewal or a release that has arrived completely, without a task; False for every other
+        request."""
         found = _operation_at(exchange.path) if exchange.method == b"POST" else None
         if found is None:
             return False
@@ -154,7 +155,7 @@ class LockApp:
     async def _operate(
         self, read: _Read, caller: Caller, lock_name: str, headers: Mapping[bytes, bytes], receive: Receive
     ) -> Answer:
-        """The same for a request whose body is still on its way, or that comes from another ASGI server."""
+        """The same for a request whose body has not arrived completely, or that comes from another ASGI server."""
         operation, wait_ms = read(lock_name, await read_body(receive, self._waits, BODY_BYTES_MAX), headers)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         asked = self._service.begin(operation, wait_ms, functools.partial(settle, answer), caller)
@@ -202,11 +203,11 @@ class LockApp:
 
     async def _route(self, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive) -> Answer:
         path: bytes = scope["raw_path"]
-        if path != b"/v1/locks/":  # that is a lock without a name, and not the list
-            path = path.removesuffix(b"/")  # the Go LockServer takes both
+        if path != b"/v1/locks/":  # this is a lock with an empty name, not the list
+            path = path.removesuffix(b"/")  # the Go LockServer accepts both forms
         method: str = scope["method"]
         caller = self._admit(path, headers)
-        # Percent-encoded: in a decoded path, %2F would have become a slash.
+        # Split the encoded path: in a decoded one, %2F would have become a slash.
         match path.split(b"/")[1:]:
             case [b"v1", b"locks", *rest]:
                 return await self._about_locks(rest, caller, scope, headers, receive)
@@ -255,7 +256,8 @@ class LockApp:
         raise _nothing_here()
 
     def _answer_to_failure(self, error: Exception, method: str, path: bytes) -> Answer:
-        """Every failure is answered: an exception that left here would end the connection without an answer."""
+        """The answer to a failure. There is one for every exception, because an exception that leaves the application
+        would end the connection without an answer."""
         if isinstance(error, ClientGone):
             error = left()
         elif not isinstance(error, Refusal):
@@ -285,7 +287,7 @@ class LockApp:
 
 
 def _operation_at(path: bytes) -> tuple[_Read, bytes] | None:
-    """How the body of an acquire, a renewal or a release is read, and the lock's name as it was sent."""
+    """For an acquire, a renewal or a release: the function that reads its body, and the lock's name as it was sent."""
     parts = path.removesuffix(b"/").split(b"/", 5)
     if len(parts) != 5 or parts[2] != b"locks" or parts[1] != b"v1":
         return None
@@ -321,7 +323,7 @@ def _list_query(query: bytes) -> tuple[str, str | None, int]:
             raise Refusal(400, "unknown field in the query: known are prefix, cursor and limit")
     prefix = given.get("prefix", "")
     cursor = given.get("cursor")
-    for text in (prefix, cursor):  # a cursor is a name too: the last one of the page before
+    for text in (prefix, cursor):  # a cursor is a name too: the last one on the page before
         if text:
             wire.checked_name(text)
     limit = given.get("limit", str(wire.LIST_LIMIT_DEFAULT))

@@ -1,6 +1,7 @@
-"""The lock server described for programs: every path, every answer, and how one leads to the next.
+"""The OpenAPI description of the lock server: every path, every response, and the links between them.
 
-The types come from `wire`; here is what a type cannot say. Nothing is answered that is not in this table.
+The types come from `wire`; this module has what a type cannot express. The server sends no response that is not in this
+table.
 
 Must never describe a field.
 """
@@ -33,7 +34,7 @@ _METHOD = {405: Response("This path knows other methods.", headers=["Allow"])}
 _PATH = {404: Response("There is nothing at this path.")}
 
 READ = {**_REFUSALS, **_TOKEN, **_STORE, **_METHOD, **_PATH}
-"""What every question about the state of something may be answered."""
+"""The responses that every read may get."""
 _WRITE = {**READ, **_BODY}
 
 _LOCK: dict[str, Any] = {
@@ -108,7 +109,7 @@ STATUS_OPERATIONS = (
         needs_token=False,
     ),
 )
-"""Of every server of ours. They tell nothing about anybody, and are open."""
+"""The operations that every server of ours has. They reveal nothing, and need no token."""
 
 OPERATIONS = (
     Operation(
@@ -199,17 +200,17 @@ OPERATIONS = (
 
 
 def _of_one_store(operation: Operation) -> Operation:
-    """As the lock server has it: it says with every answer which store it has, and a request may ask for that one."""
+    """The operation with the headers for the store id: on every response, and optionally on a request."""
     replies = {**operation.replies, 421: Response("This server has another store: nothing was done.")}
     replies = {status: replace(reply, headers=[*reply.headers, "X-Lock-Store"]) for status, reply in replies.items()}
     return replace(operation, replies=replies, parameters=[*operation.parameters, _STORE_HEADER])
 
 
 def openapi_document(more: Sequence[Operation] = ()) -> dict[str, Any]:
-    """`more`: what is served beside the locks."""
+    """`more`: operations that are served in addition to the locks."""
     info = {"title": "pgleaderlock lock server", "version": VERSION}
     described = document(info, [*map(_of_one_store, OPERATIONS), *more])
-    # A union of types without a tag, which msgspec cannot have as a field's type.
+    # A union of untagged types, which msgspec does not support as the type of a field.
     bodies = ("AcquireReply", "AcquireRefused", "RenewReply", "RenewRefused", "ReleaseReply", "ErrorReply")
     result = described["components"]["schemas"]["BatchResult"]
     result["properties"]["body"] = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in bodies]}

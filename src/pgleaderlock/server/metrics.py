@@ -1,9 +1,9 @@
-"""The lock server's metrics: plain numbers that the event loop counts, shown to Prometheus when it asks.
+"""The lock server's metrics: plain numbers that the event loop counts, exported at Prometheus's scrape.
 
-prometheus-client's own counters take a lock for each step, on every request. Ours are counted by one thread only, so a
-collector hands them over as they are. They live in a registry of their own: nothing global.
+prometheus-client's own counters take a mutex for each increment, on every request. Only one thread counts ours, so a
+collector exports the numbers directly. They have their own registry, not the global one.
 
-Must never carry the name of a lock or an owner: each would be a time series for ever.
+Must never have the name of a lock or an owner as a label: each name would create a time series that never ends.
 """
 
 from bisect import bisect_left
@@ -21,17 +21,17 @@ __all__ = ["CONTENT_TYPE", "OPERATIONS", "RESULTS", "Metrics"]
 CONTENT_TYPE = CONTENT_TYPE_LATEST.encode()
 COUNTED = ("acquire", "renew", "release")
 RESULTS = ("success", "fail", "busy")
-# A parked acquire is measured on its own: it takes as long as its client asked for.
+# A waiting acquire is measured separately: it takes as long as its client asked for.
 OPERATIONS = (*COUNTED, "acquire_wait", "batch", "get", "list", "break")
 LATENCY = "lock_op_latency_seconds"
 BOUNDS_S = BUCKETS_S[LATENCY]
 
 
 class Metrics(Collector):
-    """Counts, and shows. Every series is there from the start, at zero: a rate needs the step from nothing to one."""
+    """Counts and exports. Every series exists from the start, at zero: a rate needs the step from 0 to 1."""
 
     def __init__(self, found: Found | None = None) -> None:
-        """`found`: what opening the store has found."""
+        """`found`: the result of opening the store."""
         self._found = found or Found("")
         self._results = {(op, result): 0 for op in COUNTED for result in RESULTS}
         self._db_busy = dict.fromkeys(OPERATIONS, 0)

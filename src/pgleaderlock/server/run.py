@@ -1,7 +1,7 @@
 """The lock server put together: socket, store, service, application, monitor; and taken apart in the right order.
 
-Must never read a setting from anywhere but its arguments, and never install a signal handler: that is the program's
-business.
+Must never read a setting from anywhere but its arguments, and never install a signal handler: that is left to the
+program.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ __all__ = ["Front", "Inside", "LockServer", "Mount", "ServerError", "ServerSetti
 
 _MOMENT_S = 0.1
 _ANSWER_S = 15.0
-"""How long requests in flight have to be answered in at the end: longer than any statement of a store."""
+"""How long a stop waits for requests in flight: longer than any statement of a store."""
 
 
 class ServerError(PgLeaderLockError):
-    """The server cannot start, or could not go on. The text says what to do."""
+    """The server could not start or go on. The text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ServerSettings:
     service: ServiceLimits = field(default_factory=ServiceLimits)
 
     def check(self) -> None:
-        """Raises `ConfigurationError` for what would be unsafe, or cannot work."""
+        """Raises `ConfigurationError` for settings that are unsafe or cannot work."""
         check_exposure(self.host, self.token_file, self.tls)
         waiters, connections = self.service.waiters_max, self.serving.connections_max
         if waiters >= connections:
@@ -85,13 +85,13 @@ def store_from_url(url: str, *, locks_max: int = LOCKS_MAX, waiters_max: int = W
         from pgleaderlock.server.postgres.store import PostgresStore  # noqa: PLC0415 - only where it is asked for.
 
         return PostgresStore(url, locks_max=locks_max, waiters_max=waiters_max)
-    # Not repeated in the message: it may be a DSN of another form, with a password in it.
+    # The message does not repeat the URL: it may be a DSN of another form, with a password in it.
     raise ConfigurationError("--store must be sqlite:///path/to/locks.db or postgresql://user@host/dbname")
 
 
 @dataclass(frozen=True)
 class Inside:
-    """What an application that stands in front of the locks is given."""
+    """What an application in front of the lock API gets from the server."""
 
     app: LockApp
     hosts: HostCheck
@@ -102,7 +102,7 @@ class Inside:
 
 
 class Front(Protocol):
-    """An application in front of the locks: it passes on what is not its own."""
+    """An application in front of the lock API: it passes on the requests that are not its own."""
 
     in_flight: InFlight
 
@@ -112,10 +112,10 @@ class Front(Protocol):
 
 
 class Mount(Protocol):
-    """Brings a `Front`."""
+    """Creates a `Front`."""
 
     async def open(self) -> Sequence[Operation]:
-        """Called when the store is open; gives what it adds to the description."""
+        """Called when the store is open; returns the operations to add to the OpenAPI description."""
         ...
 
     def wrap(self, inside: Inside) -> Front: ...
@@ -124,7 +124,8 @@ class Mount(Protocol):
 
 
 class LockServer:
-    """`start`, then `stop`, each once. `mount` brings what stands in front of the locks, such as a dashboard."""
+    """The lock server. Call `start`, then `stop`, each once. `mount` adds an application in front, such as a
+    dashboard."""
 
     def __init__(
         self, store: Store, settings: ServerSettings, mount: Mount | None = None, *, import_go: Path | None = None
@@ -161,7 +162,7 @@ class LockServer:
             raise
 
     async def _take_over(self, path: Path) -> None:
-        """Before anybody is served: nobody is granted a token below one of the server before."""
+        """Take over another server's locks before serving requests, so that no lower token is ever granted."""
         from pgleaderlock.server.sqlite.original import read_original  # noqa: PLC0415 - needs apsw, as above.
 
         found = await asyncio.to_thread(read_original, path)
@@ -201,15 +202,16 @@ class LockServer:
         self._background = [asyncio.ensure_future(service.monitor()), asyncio.ensure_future(waits.run())]
 
     async def reload(self) -> None:
-        """Reads tokens and certificate anew. Raises `ConfigurationError`, and then both stay as they were."""
+        """Reads tokens and certificate again. If one of them cannot be used, raises `ConfigurationError` and changes
+        neither."""
         await self._http.reload(self._tokens)
 
     async def ended(self) -> None:
-        """Returns if serving ends by itself, or one of the tasks behind it."""
+        """Returns if serving, or one of its background tasks, ends by itself."""
         await self._http.ended(*self._background)
 
     async def stop(self) -> None:
-        """Accepts nothing more, answers what is in flight, wakes who waits, closes the store."""
+        """Stops accepting, answers the requests in flight and those that wait, and closes the store."""
         await self._http.stop(self._answered)
         await cancel_and_wait(*self._background)
         if self._mount is not None:
@@ -217,9 +219,9 @@ class LockServer:
         await self._store.close()
 
     async def _answered(self) -> None:
-        # Who has sent a whole request needs no more than a moment. The others wait, for a lock or for their own client.
+        # A complete request is answered within a moment. The others wait for a lock, or for the rest of their body.
         deadline = time.monotonic() + _MOMENT_S
-        # An event in its place would have to be set and cleared by every request.
+        # Polling, because every request would have to set and clear an event.
         while any(app.in_flight.count for app in self._apps) and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_MOMENT_S / 20)
         for app in self._apps:

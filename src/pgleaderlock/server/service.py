@@ -1,6 +1,6 @@
-"""Between the wire and the store: who may use which lock, how many requests may wait, what is counted and logged.
+"""Between HTTP and the store: checks which locks a client may use, bounds the waiting requests, counts and logs.
 
-Must never know how a store keeps locks, and never hold a lock in memory: a request is answered what the store said.
+Must never depend on how a store keeps locks, and never keep a lock in memory: the answer is what the store replied.
 """
 
 import asyncio
@@ -55,18 +55,18 @@ _OUTCOMES: dict[type[Outcome], str] = {
     StoreFull: "full",
 }
 Share = tuple[str, str]
-"""What a request that waits takes a part of: its lock, and its token."""
+"""The two things whose share of waiting requests is bounded: the lock, and the token."""
 _OPS: dict[type[Operation], str] = {Acquire: "acquire", Renew: "renew", Release: "release"}
 
 
 @dataclass(frozen=True)
 class ServiceLimits:
     waiters_max: int = 512
-    """Acquires with `wait_ms` that wait at the same time."""
+    """The most acquires with `wait_ms` that wait at the same time."""
     waiters_share: int | None = None
-    """How many of them may wait for one lock, and how many may come with one token; None: three quarters of all."""
+    """The most that may wait for one lock, and the most that may come with one token; None: three quarters of all."""
     wait_ms_max: int = wire.WAIT_MS_MAX
-    """A request that would wait longer is answered after this."""
+    """The longest wait: a request with a longer `wait_ms` is answered after this time."""
     sweep_interval_s: float = 1.0
     strict_names: bool = False
     """Grant no lock whose name looks like another's: see `wire.misleading`."""
@@ -78,7 +78,7 @@ class ServiceLimits:
 
 
 class Service:
-    """The operations. `begin` is for the three of one lock; the others give an `Answer`, or raise `Refusal`."""
+    """The operations. `begin` is for acquire, renew and release; the others return an `Answer` or raise `Refusal`."""
 
     def __init__(
         self, store: Store, metrics: Metrics, limits: ServiceLimits | None = None, *, log_operations: bool = False
@@ -93,7 +93,7 @@ class Service:
         self._waiting: set[Asked] = set()
         self._waiting_in: Counter[Share] = Counter()
         self._stopping = False
-        # A broken disk fails every request: one line per few seconds says as much as thousands.
+        # With a broken disk, every request fails: log one line every few seconds.
         self._fail_seldom = Seldom(self._log.error)
         self._readiness = Readiness(self._not_ready)
 
@@ -102,7 +102,7 @@ class Service:
         return self._store.found.store_id
 
     def stop(self) -> None:
-        """Answers every request that waits for a lock, and lets none wait from now on."""
+        """Answers every request that waits for a lock, and refuses to let others wait."""
         self._stopping = True
         for asked in list(self._waiting):
             asked.interrupt()
@@ -113,7 +113,7 @@ class Service:
         self, operation: Operation, wait_ms: int, told: Callable[[Answer], None], caller: Caller = ANYONE
     ) -> "Asked":
         """Submits an acquire, a renewal or a release. `told` is called once with the answer, before this returns or
-        later. There is no task: it would cost more than all else here."""
+        later. No task is created: it would cost more than everything else here."""
         asked = Asked(self, operation, told, "acquire_wait" if wait_ms else _OPS[type(operation)])
         if self._limits.strict_names and (refusal := _misleading(operation)) is not None:
             told(answer_of(refusal))
@@ -129,7 +129,8 @@ class Service:
         return asked
 
     def _join(self, asked: "Asked", caller: Caller) -> str | None:
-        """Counts one more that waits, or says why there is no room for it: one lock, or one token, does not get all."""
+        """Counts one more waiting request, or returns why there is no room: one lock, or one token, must not use up all
+        places."""
         asked.shares = (("lock", asked.operation.lock_name),)
         if caller is not ANYONE:
             asked.shares += (("token", caller.name),)
@@ -150,7 +151,7 @@ class Service:
                 del self._waiting_in[share]
 
     def conclude(self, asked: "Asked", outcome: Outcome | Exception) -> None:
-        """Answers, and counts after that: the client does not wait for it."""
+        """Sends the answer, and counts afterwards, so that the client does not wait for that."""
         if asked in self._waiting:
             self._leave(asked)
         latency_ms = (time.perf_counter() - asked.began) * 1000
@@ -168,7 +169,7 @@ class Service:
                 self._log_operation(asked.operation, outcome, latency_ms)
 
     def _log_operation(self, operation: Operation, outcome: Outcome | Exception, latency_ms: float) -> None:
-        """Who asked for what, and what came of it. Never a lease id: whoever knows it can act as the holder."""
+        """Logs caller, operation and outcome. Never a lease id: anyone who knows it can act as the holder."""
         lease = outcome if isinstance(outcome, Granted) else operation
         self._log.info(
             "operation",
@@ -181,7 +182,7 @@ class Service:
         )
 
     def _answer_to(self, operation: Operation, outcome: Outcome | Exception) -> Answer:
-        """Never raises: nobody else would answer this client."""
+        """The answer to an outcome. Never raises, because then the client would get no answer."""
         try:
             if not isinstance(outcome, _FAILED):
                 status, reply = wire.reply_of(outcome)
@@ -209,15 +210,16 @@ class Service:
                 return defect()
 
     def give_back(self, granted: Granted) -> None:
-        """Releases a lease that was granted to a client that had just left."""
+        """Releases a lease whose client has left before it got the answer."""
         release = Release(granted.lock_name, granted.owner_id, granted.lease_id, granted.fencing_token)
-        # A failure is not reported: the lease expires in any case.
+        # A failure is not reported: the lease expires anyway.
         self._store.submit((release,)).add_done_callback(lambda reply: reply.cancelled() or reply.exception())
 
     # --- Many at once
 
     async def batch(self, caller: Caller, items: Sequence[wire.BatchOperation]) -> Answer:
-        """One transaction of the operations that this caller may do; each of the others has a refusal of its own."""
+        """One transaction with the operations that are allowed to this caller. Each of the others gets its own
+        refusal."""
         operations = [wire.operation_of(item) for item in items]
         refusals = [self._refusal_to(caller, operation) for operation in operations]
         allowed = [each for each, refusal in zip(operations, refusals, strict=True) if refusal is None]
@@ -254,7 +256,7 @@ class Service:
                 results.append(wire.BatchResult(*wire.reply_of(outcome)))
         return Answer(200, wire.encode(wire.BatchReply(results)))
 
-    # --- To look, and to break
+    # --- Reads, and break
 
     async def get(self, caller: Caller, lock_name: str) -> Answer:
         self.check_allowed(caller, lock_name)
@@ -337,7 +339,7 @@ class Service:
                 say("sweep", expired=seen.expired, held=seen.held, latency_ms=latency_ms)
             await asyncio.sleep(self._limits.sweep_interval_s)
 
-    # --- Counting and saying
+    # --- Metrics and status
 
     def _count(self, op: str, outcome: Outcome | Exception) -> None:
         failed = type(outcome) in _REFUSED or isinstance(outcome, Exception)
@@ -382,12 +384,13 @@ class Asked:
             reply.add_done_callback(self._conclude)
 
     def interrupt(self) -> None:
-        """At a stop. A lease that has been granted by now is still answered."""
+        """Called at a stop. If a lease has been granted by now, it is still the answer."""
         if self._reply is not None:
             self._reply.cancel()
 
     def client_left(self) -> None:
-        """Gives up the place in the queue. An operation that does not wait is carried out."""
+        """The client has left: gives up its place in the queue. An operation that does not wait is still carried
+        out."""
         if self.measured_as == "acquire_wait":
             self._client_left = True
             self.interrupt()
@@ -410,12 +413,12 @@ class Asked:
 
     @property
     def _may_come_back(self) -> bool:
-        """With an idempotency key the client may ask for its lease again. Without one, nobody knows the lease."""
+        """Does the request have an idempotency key? Only then can the client ask for its lease again."""
         return isinstance(self.operation, Acquire) and self.operation.idempotency_key is not None
 
 
 def _misleading(operation: Operation) -> Refusal | None:
-    """Only an acquire is refused: a lease that exists can be renewed and released."""
+    """The refusal of a misleading name. Only an acquire is refused: an existing lease can be renewed and released."""
     text = wire.misleading(operation.lock_name) if isinstance(operation, Acquire) else None
     return None if text is None else Refusal(400, text)
 
@@ -429,7 +432,7 @@ def _outcome_word(outcome: Outcome | Exception) -> str:
 
 
 def _key_reused(outcome: KeyReused) -> str:
-    """Names no lock and no owner: this client may not be allowed to know them."""
+    """The text of the refusal. It names no lock and no owner, which this client may not be allowed to know."""
     return (
         f"this Idempotency-Key belongs to a lease that was asked for with another {outcome.field}: "
         "a new request needs a new key"

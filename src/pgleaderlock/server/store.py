@@ -1,19 +1,20 @@
-"""What a lock store does: the operations, their outcomes, and the protocol that both stores fulfil.
+"""What a lock store does: the operations, their outcomes, and the protocol that both stores implement.
 
 The rules, which one conformance suite checks on every store:
 
-- S1: at any time at most one lease of a lock is good. Only expiry, release and break end one.
+- S1: at any time at most one lease of a lock is valid. Only expiry, release and break end one.
 - S2: each grant of a lock carries a fencing token higher than every one before: also after a restart, after the lock's
   row has been removed, after a crash of the machine. A grant and a renewal are answered only when they are durable.
   A release need only outlive the process: a power cut may undo it, and then the lease runs to its end.
-- S3: renew and release match owner, lease and token, and a lease that is still good; a stale one changes nothing.
-- L1: an expired lease is no obstacle, whether or not the sweep has seen it.
-- L2: a refusal says when to come back.
-- A grant that carries an idempotency key is given again, unchanged, to a repeated acquire with the same key, owner and
-  `ttl_ms` while that lease is good: a client whose reply was lost gets its lease, and no second one. A key that comes
-  with another body is given nothing.
-- Waiting is first in, first out. No request overtakes a waiter: while one waits for a free lock, others are told HELD.
-- A list of operations is one transaction: all of it is durable, or none, and each has an outcome of its own.
+- S3: renew and release match owner, lease and token, and a lease that is still valid; a stale request changes nothing.
+- L1: an expired lease does not block a grant, whether or not the sweep has seen it.
+- L2: a refusal says when to try again.
+- An acquire that repeats an idempotency key with the same owner and `ttl_ms` gets the same grant again, unchanged,
+while
+  that lease is valid: a client whose reply was lost gets its lease, and no second one. The same key with another lock,
+  owner or `ttl_ms` is refused.
+- Waiting is first in, first out. No request overtakes a waiter: while one waits for a free lock, others get HELD.
+- A list of operations is one transaction: all of it is durable, or nothing, and each operation has its own outcome.
 
 Must never import a store, HTTP or a database driver.
 """
@@ -57,12 +58,12 @@ __all__ = [
 ]
 
 LOCKS_MAX = 1_000_000
-"""How many locks a store keeps unless it is told otherwise."""
+"""The default for the most locks that a store keeps."""
 WAITERS_MAX = 10_000
-"""How many requests may wait in a store unless it is told otherwise: more than a server lets in."""
+"""The default for the most requests that wait in a store: more than a server lets in."""
 KNOWN_KEYS_MAX = 100_000
 
-# --- Operations. Names and ranges have been checked before they come here.
+# --- Operations. The caller has checked names and ranges.
 
 
 class Acquire(msgspec.Struct, frozen=True, gc=False):
@@ -73,7 +74,7 @@ class Acquire(msgspec.Struct, frozen=True, gc=False):
 
 
 class Renew(msgspec.Struct, frozen=True, gc=False):
-    """Extends from now: the lease is good for `extend_by_ms` from this moment, be that more or less than before."""
+    """Renews from now: the lease is valid for `extend_by_ms` from this moment, be that more or less than before."""
 
     lock_name: str
     owner_id: str
@@ -100,30 +101,30 @@ class Granted(msgspec.Struct, frozen=True, gc=False):
     lease_id: str
     fencing_token: int
     lease_expiry_ms: int
-    """Unix time, for people to read: holders count from before they asked."""
+    """Unix time, for people. Holders do not use it: they count from before they sent the request."""
     ttl_ms: int
-    """What was asked for, and granted."""
+    """The ttl that was asked for and granted."""
     remaining_ms: int
-    """How long the lease is still good, on the store's own clock, rounded down."""
+    """How long the lease is still valid, on the store's clock, rounded down."""
     waited_ms: int = 0
     replayed: bool = False
     """This lease was granted to an earlier request with the same idempotency key."""
 
 
 def new_lease_id() -> str:
-    """Not to be guessed: whoever knows it can act as the holder."""
+    """A random id. It must not be guessable: anyone who knows it can act as the holder."""
     return secrets.token_hex(16)
 
 
 def stored_key(acquire: Acquire) -> str | None:
-    """What a store keeps of an acquire with a key, to recognise it by: the key and, after a blank, its `ttl_ms`. No key
-    has a blank in it. The lease's own duration changes with a renewal, and this does not."""
+    """What a store records of an acquire with a key, to recognise a repetition: the key and, after a blank, its
+    `ttl_ms`. No key contains a blank. Unlike the lease's duration, this does not change with a renewal."""
     return None if acquire.idempotency_key is None else f"{acquire.idempotency_key} {acquire.ttl_ms}"
 
 
 class KnownKeys:
-    """For which lock each key was granted a lease last. A hint, with a bound: the store looks whether that lease is
-    good. Not an index in the database, which would make every grant slower."""
+    """The lock for which each idempotency key last got a lease, in bounded memory. It is a hint: the store then checks
+    whether that lease is still valid. An index in the database would make every grant slower."""
 
     def __init__(self) -> None:
         self._locks: dict[str, str] = {}
@@ -135,32 +136,32 @@ class KnownKeys:
                 del self._locks[next(iter(self._locks))]
 
     def other_lock(self, acquire: Acquire) -> str | None:
-        """The lock that this key may belong to, if it is not the one that is asked for."""
+        """The other lock that this acquire's key may belong to; None if there is none."""
         known = None if acquire.idempotency_key is None else self._locks.get(acquire.idempotency_key)
         return None if known == acquire.lock_name else known
 
 
 class Held(msgspec.Struct, frozen=True, gc=False):
-    """Somebody else's lease is good, or somebody else's turn has come."""
+    """Another owner's lease is valid, or it is another waiter's turn."""
 
     lock_name: str
     current_owner_id: str
     current_expiry_ms: int
     remaining_ms: int
-    """How long the lease is still good, on the store's own clock: what a retry is recommended by."""
+    """How long the lease is still valid, on the store's clock. The recommended retry delay follows from it."""
 
 
 class KeyReused(msgspec.Struct, frozen=True, gc=False):
-    """The key belongs to a lease that is good and was asked for with another lock, owner or `ttl_ms`."""
+    """The key belongs to a valid lease that was acquired with another lock, owner or `ttl_ms`."""
 
     field: str
-    """Which of them differs: lock, owner_id or ttl_ms."""
+    """What differs: lock, owner_id or ttl_ms."""
 
 
 class Renewed(msgspec.Struct, frozen=True, gc=False):
     lease_expiry_ms: int
     ttl_ms: int
-    """How long the lease is good from now on."""
+    """How long the lease is valid from now on."""
 
 
 class NotRenewed(msgspec.Struct, frozen=True, gc=False):
@@ -176,7 +177,7 @@ class NotReleased(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoreFull(msgspec.Struct, frozen=True, gc=False):
-    """The lock would be one more than the store may hold. Only an acquire of a name that is new meets this."""
+    """The store has as many locks as it may keep. Only an acquire of a new name gets this."""
 
     locks_max: int
 
@@ -185,7 +186,7 @@ Outcome = Granted | Held | KeyReused | Renewed | NotRenewed | Released | NotRele
 
 
 class LockView(msgspec.Struct, frozen=True, gc=False):
-    """A lock as it is. One that nobody has ever taken is free, with token and version 0."""
+    """The state of a lock. A lock that was never granted is free, with token and version 0."""
 
     lock_name: str
     held: bool
@@ -195,13 +196,13 @@ class LockView(msgspec.Struct, frozen=True, gc=False):
     """The highest that was ever granted for this lock."""
     lease_expiry_ms: int | None
     version: int
-    """Changes with every change of the lock, and never goes back, except with a release that a power cut takes back, or
-    with what a damaged file has lost."""
+    """Rises with every change of the lock. It only falls if a power cut has undone a release, or if a damaged file has
+    lost changes."""
     waiters: int = 0
 
 
 class Adopted(msgspec.Struct, frozen=True, gc=False):
-    """A lock of another server that has been stopped, as this store takes it over. `owner_id` is None: it is free."""
+    """A lock of another, stopped server, which this store takes over. `owner_id` is None if the lock is free."""
 
     lock_name: str
     fencing_token: int
@@ -220,44 +221,44 @@ class Page(msgspec.Struct, frozen=True, gc=False):
 
 
 class Broken(msgspec.Struct, frozen=True, gc=False):
-    """What a break found: `was` is the lock before."""
+    """The outcome of a break: `was` is the lock before it."""
 
     was: LockView
 
 
 class Sweep(msgspec.Struct, frozen=True, gc=False):
-    """What the monitor saw: leases that had expired and were cleared now, and those that are good."""
+    """The outcome of a sweep: leases that had expired and were cleared, and leases that are valid."""
 
     expired: int
     held: int
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What opening a store has found."""
+    """The result of opening a store."""
 
     store_id: str
-    """Made when the store was made, and never changed."""
+    """The store id: set when the store was created, and never changed."""
     unclean: bool = False
-    """The last run did not end in order: tokens have jumped."""
+    """The last run did not end cleanly, so tokens have jumped."""
     lost: str | None = None
-    """What is known to be missing of what was durable: leases may have been forgotten. No token is given again."""
+    """Durable data that is known to be missing: leases may have been lost. No token is granted again."""
 
 
 class StoreError(Exception):
-    """The store cannot be used now: disk full, database gone, file damaged. Says what to do. Nothing was changed, or it
-    is not known whether something was; what was granted stays granted."""
+    """The store cannot be used now: disk full, database unreachable, file damaged. The text says what to do. Nothing
+    was changed, or the outcome is unknown; earlier grants stay valid."""
 
 
 class StoreBusy(StoreError):
-    """The store is merely contended: the same operation, a little later, will do."""
+    """The store is only contended: the same operation will work a little later."""
 
 
 Reply = asyncio.Future[list[Outcome]]
-"""What a store answers to operations: their outcomes in order, or a `StoreError`."""
+"""A store's answer to operations, as a future: their outcomes in order, or a `StoreError`."""
 
 
 class Store(Protocol):
-    """A place that keeps locks. Every method may be called by any number of tasks at once."""
+    """A lock store. Any number of tasks may call every method at the same time."""
 
     found: Found
     """Set by `open`."""
@@ -266,10 +267,10 @@ class Store(Protocol):
         """Opens, checks and upgrades the store. Raises `StoreError` with the remedy."""
 
     async def examine(self) -> Found:
-        """What `open` would find, without changing anything. For a store that is not open."""
+        """What `open` would find, without changing anything. Only for a store that is not open."""
 
     async def close(self) -> None:
-        """Finishes what was begun, wakes every waiter (with `Held`), and closes. Harmless when repeated."""
+        """Finishes the operations under way, answers every waiter with `Held`, and closes. May be called repeatedly."""
 
     def submit(self, operations: Sequence[Operation], wait_ms: int = 0) -> Reply:
         """Carries out operations in one transaction. Must be called on the event loop's thread. The reply may be done
@@ -278,24 +279,25 @@ class Store(Protocol):
         With `wait_ms`, `operations` is one acquire that waits for its turn. `waited_ms` of the grant counts from this
         call to the moment from which the lease runs.
 
-        A reply that is cancelled (`cancel()` gives True) gives up its place in the queue, and leaves no lease behind.
-        One that is done already may hold a lease, which is then the caller's to use or to release. Operations that do
+        A reply that is cancelled (`cancel()` returns True) gives up its place in the queue and leaves no lease behind.
+        A reply that was done before may contain a lease, which the caller must then use or release. Operations that do
         not wait may still take effect after the cancellation."""
 
     async def get(self, lock_name: str) -> LockView: ...
 
     async def list_locks(self, prefix: str, cursor: str | None, limit: int) -> Page:
-        """Those that are held or have been, and start with `prefix`, after `cursor`."""
+        """The locks that are or were held, whose names start with `prefix` and come after `cursor`."""
 
     async def break_lock(self, lock_name: str, by: str) -> Broken:
-        """Ends whatever lease there is, and records who did it. The next token is higher, as always."""
+        """Ends the lock's lease, if there is one, and records who did so. The next token is higher, as always."""
 
     async def adopt(self, locks: Sequence[Adopted]) -> int:
-        """Takes over locks: the next token of each is higher, and a lease goes on for the time that is left of it. Of a
-        lock whose token is known here, or a higher one, nothing changes. Gives how many have changed."""
+        """Takes over locks: the next token of each is higher, and a lease goes on for its remaining time. A lock whose
+        token, or a higher one, is stored here already does not change. Returns how many have changed."""
 
     async def sweep(self) -> Sweep:
-        """Clears expired leases and prunes what is long free, in small steps. Nothing depends on it."""
+        """Clears expired leases and prunes locks that have been free for long, in small steps. Correctness does not
+        depend on it."""
 
     async def check(self) -> None:
         """Raises `StoreError` unless an acquire would work now."""

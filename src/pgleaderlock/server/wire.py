@@ -1,8 +1,8 @@
-"""The JSON of the lock server: what may be asked, what is answered, and where each is checked.
+"""The JSON of the lock server: its requests and replies, and the checks of each.
 
-The structs are the one place that says what is valid: requests are decoded into them, replies are encoded from them,
-the OpenAPI document is generated from them. Unknown fields are refused, and so is a field that is given twice. An
-integer may be written as 5713.0: to JSON Schema that is an integer.
+The structs define what is valid: requests are decoded into them, replies are encoded from them, and the OpenAPI
+document is generated from them. Unknown fields and duplicate fields are refused. An integer may be written as 5713.0,
+which is an integer in JSON Schema.
 
 Must never wait, never see a socket, and never run Python code for each element of a body: a hostile body of 2 MiB would
 hold the event loop for seconds.
@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 STORE_HEADER = b"x-lock-store"
-"""On every answer: which store the server has. On a request: which one it is meant for."""
+"""On every response: the store id of the server. On a request: the store that it is meant for."""
 NAME_CHARS_MAX = 200
 TTL_MS_MAX = 600_000
 WAIT_MS_MAX = 60_000
@@ -87,14 +87,14 @@ LIST_LIMIT_MAX = 1_000
 LIST_LIMIT_DEFAULT = 100
 TOKEN_MAX = 2**63 - 1
 STRINGS_MAX = 1 + BATCH_MAX * 10
-"""How many strings, names of fields among them, a body can have: "operations", and ten per renewal."""
+"""The most strings, field names included, that a body can have: "operations", and ten per renewal."""
 OBJECT_BYTES_MAX = 16 * 1024
-"""How long a body may be for each object in it. Three names of 200 characters, all of them escaped, have 7 KiB."""
+"""The longest body per object in it. Three names of 200 characters, all escaped, take 7 KiB."""
 ERROR_CHARS_MAX = 300
-"""How much of the decoder's own words is repeated: they quote the body, which may be long."""
+"""How much of the decoder's error text is repeated: it quotes the body, which may be long."""
 
-# No control characters and no line separators. What is published is a regular expression of ECMAScript; in Python `$`
-# would also match in front of a last line feed.
+# No control characters and no line separators. It is published as a regular expression of ECMAScript; in Python, `$`
+# would also match before a final line feed.
 NAME_PATTERN = r"^[^\u0000-\u001f\u007f-\u009f\u2028\u2029]+$"
 IDEMPOTENCY_KEY_PATTERN = r"^[\u0021-\u007e]+$"
 
@@ -113,7 +113,7 @@ Wait = Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)]
 Token = Annotated[int, Meta(ge=1, le=TOKEN_MAX)]
 Key = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX, pattern=_exact(IDEMPOTENCY_KEY_PATTERN))]
 
-# --- Requests. Each knows how many strings its JSON has: the names of its fields, and its texts.
+# --- Requests. Each has the number of strings in its JSON: the names of its fields, and its texts.
 
 
 class AcquireRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -129,7 +129,7 @@ class AcquireRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_field
 
 
 class RenewRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """The lease is good for `extend_by_ms` from the moment of the renewal."""
+    """The lease is valid for `extend_by_ms` from the moment of the renewal."""
 
     owner_id: Name
     lease_id: Name
@@ -152,7 +152,7 @@ class ReleaseRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_field
 
 
 class BreakRequest(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
-    """An empty object: the path says which lock, the token who."""
+    """An empty object: the lock is in the path, and the token identifies the caller."""
 
     @property
     def strings(self) -> int:
@@ -214,7 +214,8 @@ class BatchRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AcquireReply(msgspec.Struct, frozen=True, gc=False):
-    """`ttl_ms`: what was granted. `remaining_ms`: what is left of it now, which differs when `replayed`."""
+    """`ttl_ms`: the duration that was granted. `remaining_ms`: how much of it is left; less than `ttl_ms` if
+    `replayed`."""
 
     acquired: bool
     lock_name: str
@@ -229,7 +230,7 @@ class AcquireReply(msgspec.Struct, frozen=True, gc=False):
 
 
 class AcquireRefused(msgspec.Struct, frozen=True, gc=False):
-    """With BUSY_RETRY the server does not know the owner: both are null."""
+    """With BUSY_RETRY the server does not know the owner: `current_owner_id` and `current_expiry_ms` are null."""
 
     acquired: bool
     lock_name: str
@@ -252,14 +253,14 @@ class RenewRefused(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReleaseReply(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """`reason` is there when nothing was released."""
+    """`reason` is present if nothing was released."""
 
     released: bool
     reason: Literal["NOT_OWNER"] | msgspec.UnsetType = msgspec.UNSET
 
 
 class LockReply(msgspec.Struct, frozen=True, gc=False):
-    """`lease_id` is null for everybody but an admin."""
+    """`lease_id` is null unless the caller is an admin."""
 
     lock_name: str
     held: bool
@@ -276,7 +277,7 @@ def _wall_ms() -> int:
 
 
 class ListReply(msgspec.Struct, frozen=True):
-    """`now_ms`: what the server's clock says, for whoever shows how much time is left."""
+    """`now_ms`: the server's clock, for clients that show how much time is left."""
 
     locks: list[LockReply]
     next_cursor: str | None
@@ -291,7 +292,7 @@ class BreakReply(msgspec.Struct, frozen=True):
 
 
 class BatchResult(msgspec.Struct, frozen=True):
-    """What the single operation would have answered."""
+    """The answer that the single operation would have had."""
 
     status: int
     body: Any
@@ -319,16 +320,16 @@ _REGEX_IN_MESSAGE = re.compile(r"matching regex '.*?'(?= - at|$)")
 
 
 def decoder(of: type[_T]) -> "msgspec.json.Decoder[_T]":
-    """For `decode`. Not strict: that is how msgspec takes 5713.0 for an integer. It would take "5713" as well, which
-    `decode` notices: it is a string too many."""
+    """A decoder for `decode`. It is not strict, so that msgspec accepts 5713.0 as an integer. That would also accept
+    "5713", but `decode` refuses it, because the body then has one string too many."""
     return msgspec.json.Decoder(of, strict=False)
 
 
 def decode(decoder: "msgspec.json.Decoder[_R]", body: bytes | bytearray, scan: "Scan | None" = None) -> _R:
-    """The request in `body`. Raises `Refusal` 400 that says which field is wrong.
+    """The request in `body`. Raises `Refusal` 400, which names the wrong field.
 
-    Length and strings are what makes decoding expensive, so both are bounded before, by `scan` if it has seen the body.
-    Counted again, the strings say whether a field was given twice, which msgspec does not notice."""
+    Decoding is expensive for long bodies and many strings, so both are bounded before, by `scan` if it has seen the
+    body. After decoding, the number of strings also shows a duplicate field, which msgspec does not notice."""
     if scan is None and len(body) > OBJECT_BYTES_MAX:
         scan = Scan()
         scan.take(body)
@@ -343,8 +344,8 @@ def decode(decoder: "msgspec.json.Decoder[_R]", body: bytes | bytearray, scan: "
 
 
 def _string_quotes(body: bytes | bytearray) -> int:
-    """The quotes around strings. Exact for JSON, and for what of any body the decoder would read: it stops at a
-    backslash that is outside of a string."""
+    """The number of quotes around strings. Exact for JSON and, for any other body, for the part that the decoder would
+    read: the decoder stops at a backslash outside of a string."""
     if b"\\" not in body:
         return body.count(b'"')
     unescaped = body.replace(b"\\\\", b"..")
@@ -352,8 +353,8 @@ def _string_quotes(body: bytes | bytearray) -> int:
 
 
 class Scan:
-    """Counts what makes a body expensive to decode. A long body is counted while it comes, part by part: it is refused
-    before most of it is kept, and no part takes long."""
+    """Counts what makes a body expensive to decode. A long body is counted part by part as it arrives, so that it is
+    refused before most of it is kept, and no part takes long."""
 
     __slots__ = ("_bytes", "_escape", "_objects", "quotes")
 
@@ -362,7 +363,7 @@ class Scan:
         self._bytes = 0
         self._objects = 0
         self._escape = False
-        """The last part has ended with a backslash that belongs to the next byte."""
+        """The last part ended with a backslash, which escapes the first byte of the next part."""
 
     def take(self, part: bytes | bytearray) -> None:
         """The next part. Raises `Refusal` 400 when the body is too expensive."""
@@ -410,7 +411,7 @@ def checked_name(name: str) -> str:
 
 
 def misleading(name: str) -> str | None:
-    """Why a name could be taken for another one that looks the same, or None."""
+    """Why a name could be mistaken for another one that looks the same; None if it cannot."""
     if name.isascii() and name[0] != " " and name[-1] != " ":
         return None
     if name != name.strip():
@@ -429,7 +430,7 @@ def idempotency_key_of(header: bytes | None) -> str | None:
 
 
 def operation_of(item: BatchOperation) -> Operation:
-    """What a batch's item asks of the store."""
+    """The store's operation for one item of a batch."""
     if isinstance(item, BatchAcquire):
         return Acquire(item.lock_name, item.owner_id, item.ttl_ms, item.idempotency_key or None)
     if isinstance(item, BatchRenew):
@@ -443,9 +444,9 @@ RETRY_MS_TARGET_MAX = 400
 
 
 def recommended_retry_ms(remaining_ms: int) -> int:
-    """When to come back: when the lease runs out if that is near, and within 0.6 s in any case, because most leases are
-    released before. On average a lock stays free for half of this. Spread, so that those who were refused together do
-    not come back together."""
+    """When the client should try again: at the end of the lease if that is near, and within 0.6 s in any case, because
+    most leases are released earlier. On average, a lock stays free for half of this time. The delay is randomised, so
+    that clients that were refused together do not return together."""
     target = min(max(remaining_ms, 0), RETRY_MS_TARGET_MAX)
     return max(RETRY_MS_MIN, target + int(random.random() * max(RETRY_MS_SPREAD_MIN, target / 2)))
 

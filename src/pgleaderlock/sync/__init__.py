@@ -1,8 +1,8 @@
 """pgleaderlock for threads and scripts: the names of the package itself, without `await`.
 
-`LeaderLock` and `LeaderElection` run on one event loop per process, on a thread of its own (`background`), and are the
-async ones driven from outside: nothing of the protocol is written twice. The work of `lead` runs in the thread that
-calls it (`leading`). `acquire_leadership` on a borrowed connection starts nothing.
+`LeaderLock` and `LeaderElection` wrap the async ones, which run on one event loop per process in a background thread
+(`background`): no part of the protocol is written twice. The work of `lead` runs in the thread that calls it
+(`leading`). `acquire_leadership` on a borrowed connection starts no thread.
 """
 
 from pgleaderlock.sync.easy import advisory_lock, leader_only

@@ -1,10 +1,10 @@
-"""One event loop per process, on a thread of its own, for callers that have none.
+"""One event loop per process, in a background thread, for callers that have no loop.
 
-The thread starts with the first call and ends with the interpreter. What still runs on the loop then is shut down
-first, so that a follower need not wait for a lease. A forked child has no loop, and gets one of its own on demand.
+The thread starts with the first call and ends with the interpreter. Locks and elections that still run on the loop then
+are shut down first, so that a follower need not wait for a lease. A forked child gets its own loop on demand.
 
-A call waits in the caller's thread. Interrupted there (Ctrl-C), it is cancelled on the loop and waited for: nothing
-goes on behind the caller's back.
+A call blocks the caller's thread. If it is interrupted there (Ctrl-C), its coroutine is cancelled and waited for, so
+nothing goes on in the background.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from pgleaderlock.errors import LockError, PgLeaderLockError
 __all__ = ["Call", "CallbackThread", "Closeable", "call", "close_at_exit", "inside", "marked", "request", "submit"]
 
 T = TypeVar("T")
-# At the end of the interpreter: for what still runs, and for the thread itself.
+# The time at the interpreter's end to shut down what still runs, and again to end the thread.
 EXIT_S = 5.0
 
 _log = get_logger("pgleaderlock")
 
 
 class Closeable(Protocol):
-    """What is shut down at the end of the interpreter."""
+    """An object that is shut down at the end of the interpreter."""
 
     async def shutdown(self, timeout_s: float | None = None) -> None: ...
 
@@ -45,11 +45,11 @@ class Call(Generic[T]):
         self._pid = os.getpid()
         self._task: asyncio.Task[T] | None = None
         self.answer: Future[T] = Future()
-        """What the coroutine returned or raised. It is there only when the coroutine has ended."""
+        """The result or exception of the coroutine, set only when the coroutine has ended."""
         loop.call_soon_threadsafe(self._begin)
 
     def result(self) -> T:
-        """Wait for the end. Interrupted meanwhile, the coroutine is cancelled, and its end is waited for."""
+        """Wait for the result. If the wait is interrupted, cancel the coroutine and wait for its end."""
         try:
             return self.answer.result()
         except BaseException:
@@ -59,12 +59,12 @@ class Call(Generic[T]):
 
     @property
     def is_of_parent(self) -> bool:
-        """Is this a forked child, in which the call never ends?"""
+        """Is this a forked child? The call never ends there."""
         return os.getpid() != self._pid
 
     def cancel(self, then: Callable[[], None] | None = None) -> None:
-        """Cancel the coroutine, then do that, and wait for its end. In a forked child there is none: it goes on in the
-        parent.
+        """Cancel the coroutine, call `then`, and wait for the coroutine's end. Does nothing in a forked child, because
+        the coroutine runs in the parent.
         """
         if self.is_of_parent:
             return
@@ -76,7 +76,7 @@ class Call(Generic[T]):
     def _begin(self) -> None:
         try:
             coroutine = self._main()
-        except Exception as error:  # such as an argument that it does not have
+        except Exception as error:  # such as an unknown argument
             self.answer.set_exception(error)
             return
         self._task = task = self._loop.create_task(coroutine, name="pgleaderlock sync call")
@@ -103,7 +103,7 @@ class _Background:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """In a new process there is no loop and no thread yet."""
+        """The state in a new process, without loop and thread."""
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -121,7 +121,8 @@ class _Background:
             return self._loop
 
     def begin_anew_in_child(self) -> None:
-        """The thread is not here, and the loop is the parent's: the copy is kept, so that nothing closes it."""
+        """In a forked child the thread does not exist, and the loop is the parent's: keep the copy, so that no
+        finalizer closes it."""
         self._of_parents.append((self._loop, self._thread, self.closeables))
         self.begin_anew()
 
@@ -154,7 +155,7 @@ atexit.register(_background.end)
 
 
 def submit(main: Callable[[], Coroutine[Any, Any, T]]) -> Call[T]:
-    """Begin a coroutine on the background loop, to wait for it in this thread."""
+    """Start a coroutine on the background loop; returns a call that this thread can wait for."""
     if _background.is_own_thread():
         raise LockError("this would block the loop that serves it: call it from another thread")
     return Call(_background.loop(), main)
@@ -166,7 +167,7 @@ def call(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def request(main: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-    """Run a coroutine on the background loop, and wait for nothing. How it failed is in the log."""
+    """Run a coroutine on the background loop without waiting for it. A failure is logged."""
     submit(main).answer.add_done_callback(_log_failure)
 
 
@@ -176,24 +177,24 @@ def _log_failure(answer: "Future[Any]") -> None:
 
 
 def close_at_exit(closeable: Closeable) -> None:
-    """Shut it down when the interpreter ends, if it still runs then."""
+    """Shut the object down when the interpreter ends, if it still runs then."""
     _background.closeables.add(closeable)
 
 
 # --- Threads that must not wait for themselves
 
 _here = threading.local()
-os.register_at_fork(after_in_child=lambda: vars(_here).clear())  # of the thread that has forked
+os.register_at_fork(after_in_child=lambda: vars(_here).clear())  # the marks of the forking thread
 
 
 def inside(owner: object) -> bool:
-    """Is this thread at work for the owner, in a callback or in the work of `lead`?"""
+    """Is this thread running a callback of the owner, or the work of its `lead`?"""
     return any(other is owner for other in getattr(_here, "owners", ()))
 
 
 @contextlib.contextmanager
 def marked(owner: object) -> Iterator[None]:
-    """While the block runs, this thread is at work for the owner."""
+    """Mark this thread as running the owner's callback or work while the block runs."""
     before = getattr(_here, "owners", ())
     _here.owners = (*before, owner)
     try:
@@ -203,7 +204,7 @@ def marked(owner: object) -> Iterator[None]:
 
 
 class CallbackThread:
-    """Runs the callbacks of one owner, in order, so that a slow one never holds up the background loop."""
+    """Runs the callbacks of one owner in order on a thread, so that a slow one never blocks the background loop."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
@@ -211,7 +212,7 @@ class CallbackThread:
         self._thread: threading.Thread | None = None
 
     def stop(self) -> None:
-        """On the background loop. What was asked for before is still called; what comes later has a new thread."""
+        """Call it on the background loop. Callbacks queued before still run; later ones start a new thread."""
         self._calls.put(None)
         self._thread = None
 
@@ -228,8 +229,8 @@ class CallbackThread:
         return on_thread
 
     def _ensure_running(self) -> None:
-        """On the background loop alone, as `stop`: so it is never started twice, nor as it ends."""
-        if self._thread is None or not self._thread.is_alive():  # in a forked child it is not
+        """Called on the background loop only, like `stop`: so the thread is never started twice, nor while it ends."""
+        if self._thread is None or not self._thread.is_alive():  # in a forked child it is not alive
             self._calls = SimpleQueue()
             self._thread = threading.Thread(target=self._run, name="pgleaderlock callbacks", daemon=True)
             self._thread.start()

@@ -1,8 +1,8 @@
-"""One line for one sentence: "only the leader runs this", "one at a time runs this".
+"""Decorators: only the leader runs a function, or one process at a time runs it.
 
-`leader_only` asks a gate each time the function is called; what runs counts as work in flight, which a drain waits for.
-Without an election of yours it uses one of the process: made from the configuration or the environment and started with
-the first call, never on import. Functions may be plain or async.
+`leader_only` asks a gate at each call of the function; a running call counts as work in flight, which a drain waits
+for. If it is given no election, it uses one for the whole process, which is created from the configuration or the
+environment and started with the first call, never on import. Functions may be plain or async.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def advisory_lock(
     dsn: the database. None: PG_CONN_STRING, PG_DSN, or libpq's variables.
     timeout_s: how long to wait for the lock, in seconds, before `LockNotAcquired`; 0 tries once, None waits.
 
-    The lock is on a connection of its own, which is probed and has a lease. If its session ends inside the block, the
+    The lock is on a separate connection, which is probed and has a lease. If its session ends inside the block, the
     end of the block raises `DatabaseError`.
     """
     found = dsn_of_environment() if dsn is None else dsn
@@ -60,11 +60,11 @@ def leader_only(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function run only while this process may act for the role: `@leader_only("billing")`.
 
-    election: a running one, async or not. None: one of the process, from its configuration or environment.
-    otherwise: what a call does elsewhere. "raise" raises `NotLeader`; "skip" returns None, and the function is not
-        called; "wait" waits until this process leads, for at most `timeout_s` seconds, and raises `NotLeader` then.
+    election: a running one, async or not. None: one for the process, from its configuration or environment.
+    otherwise: what a call does while this process may not act. "raise" raises `NotLeader`; "skip" returns None without
+        calling the function; "wait" waits until this process leads, and raises `NotLeader` after `timeout_s` seconds.
 
-    The gate is asked once, before the function begins: one that runs for long asks again, or fences its writes.
+    The gate is asked once, before the function begins: a long-running function should ask again, or fence its writes.
     """
     if otherwise not in get_args(Otherwise):
         raise ConfigurationError(f'otherwise={otherwise!r} is not usable: "raise", "skip" or "wait"')
@@ -108,7 +108,7 @@ def _gate(election: AnyElection, role: str) -> LeaderGate:
 
 
 def _enter(gate: LeaderGate, work: contextlib.ExitStack, *, skip: bool) -> bool:
-    """Begin to act; False if that is not allowed and nothing is to be said about it."""
+    """Enter `acting()`; False if the gate is shut and `skip` is set. Otherwise a shut gate raises."""
     try:
         work.enter_context(gate.acting())
     except NotLeader:
@@ -119,7 +119,7 @@ def _enter(gate: LeaderGate, work: contextlib.ExitStack, *, skip: bool) -> bool:
 
 
 class _ProcessElection:
-    """The election of the process, for every `leader_only` that was given none."""
+    """The election of the process, for every `leader_only` without an election."""
 
     def __init__(self) -> None:
         self._roles: dict[str, None] = {}
@@ -137,7 +137,7 @@ class _ProcessElection:
                 self._election.add_role(role)
 
     def election(self) -> LeaderElection:
-        """Running in this process: made with the first call, and started again in a forked child."""
+        """The running election: created at the first call, and started again in a forked child."""
         with self._starting:
             if self._election is None:
                 self._election = LeaderElection.from_config(roles=list(self._roles))

@@ -28,7 +28,7 @@ class LeaderGate:
 
     def __init__(self, gate: AioGate) -> None:
         self.aio = gate
-        """The same gate for code on an event loop: it differs in `wait_open`, which is awaited."""
+        """The same gate for code on an event loop, whose `wait_open` is awaited."""
         self.role = gate.role
         self.require_leader = gate.require_leader
         self.ensure_epoch = gate.ensure_epoch
@@ -44,7 +44,7 @@ class LeaderGate:
 
     @property
     def shut_because(self) -> str | None:
-        """Why this process must not act now, as `NotLeader.reason` says it; None while the gate is open."""
+        """Why this process must not act now, in the words of `NotLeader.reason`; None while the gate is open."""
         return self.aio.shut_because
 
     @property
@@ -54,7 +54,7 @@ class LeaderGate:
 
     @property
     def holder_identity(self) -> str | None:
-        """This process's identity in the ledger, in its term; None when it leads nothing."""
+        """This process's identity in the ledger; None outside a term."""
         return self.aio.holder_identity
 
     @property
@@ -98,18 +98,18 @@ class LeaderElection(Driven):
 
     @classmethod
     def from_env(cls, role: str | None = None, environ: Mapping[str, str] | None = None, **options: Any) -> Self:
-        """An election of one role from the environment. What is given as a keyword wins."""
+        """An election of one role from the environment. Keywords override it."""
         return cls._around(cls._aio.from_env(role, environ, **options))
 
     @classmethod
     def from_config(cls, config: Config | str | Path | None = None, **options: Any) -> Self:
-        """An election of every role of a configuration. What is given as a keyword wins."""
+        """An election of every role of a configuration. Keywords override it."""
         return cls._around(cls._aio.from_config(config, **options))
 
     # --- Lifecycle
 
     def start(self) -> None:
-        """Begin to compete, in the background. Does nothing if running already. May raise `SchemaError`."""
+        """Start to compete, in the background. Does nothing if running already. May raise `SchemaError`."""
         background.close_at_exit(self._election)
         background.call(self._election.start)
 
@@ -129,15 +129,15 @@ class LeaderElection(Driven):
     def lead(self, role: str, work: Callable[[LeaderToken, threading.Event], T], **options: Any) -> T | None:
         """Run `work(token, stop)` in this thread whenever the role's gate is open; return what it returns.
 
-        `stop` is set as soon as the gate closes; the release waits until `work` has returned. It is called again when
-        the gate opens again. The options are those of `pgleaderlock.LeaderElection.lead`.
+        `stop` is set as soon as the gate shuts; the release waits until `work` has returned. `work` is called again
+        when the gate opens again. The options are those of `pgleaderlock.LeaderElection.lead`.
         """
         return lead_here(self, lambda relay: self._election.lead(role, relay, **options), work)
 
     # --- Giving up
 
     def step_down(self, role: str, timeout_s: float | None = None) -> None:
-        """Give up one role, let another node go first, and compete again. In a callback or a work, only the request."""
+        """Give up one role, let another node go first, and compete again. Does not wait in a callback or a work."""
         self._end(lambda: self._election.step_down(role, timeout_s))
 
     def drain(self, role: str | None = None, timeout_s: float | None = None) -> bool:
@@ -148,13 +148,13 @@ class LeaderElection(Driven):
         return bool(self._end(lambda: self._election.drain(role, timeout_s)))
 
     def resume(self, role: str | None = None) -> None:
-        """Compete again for what was drained: one role, or all of them with None."""
+        """Compete again for drained roles: one, or all of them with None."""
         self._end(lambda: self._election.resume(role))
 
     # --- Roles
 
     def add_role(self, name: str, key: int | None = None) -> None:
-        """Compete for one more role from now on."""
+        """Start to compete for one more role."""
         background.call(lambda: self._election.add_role(name, key))
 
     def remove_role(self, name: str, timeout_s: float | None = None) -> None:
@@ -187,15 +187,15 @@ class LeaderElection(Driven):
         return self._election.last_error
 
     def state(self, role: str) -> LockState:
-        """Where this process stands with the role's lock."""
+        """The state of this process for the role."""
         return self._election.state(role)
 
     def gate(self, role: str) -> LeaderGate:
-        """May this process act for the role, now? The gate answers, from any thread."""
+        """The role's gate, which any thread may ask whether this process may act now."""
         return LeaderGate(self._election.gate(role))
 
     def leader(self, role: str) -> aio.LeaderInfo | None:
-        """Who leads the role, as this process last saw it; None if no node does or nothing was seen yet."""
+        """The role's leader, as this process last saw it; None if no node leads or nothing was seen yet."""
         return self._election.leader(role)
 
     def tenure_s(self, role: str) -> float | None:
@@ -207,22 +207,22 @@ class LeaderElection(Driven):
         return self._election.heartbeat_age_s()
 
     def draining(self, role: str) -> bool:
-        """Is the role being given up now?"""
+        """Is this process giving the role up now?"""
         return self._election.draining(role)
 
     def drained(self, role: str) -> bool:
-        """Was it drained, and not resumed?"""
+        """Was the role drained and not resumed?"""
         return self._election.drained(role)
 
     def competes(self, role: str) -> bool:
-        """Does this node lead the role, or would it?"""
+        """Does this node lead the role, or compete for it?"""
         return self._election.competes(role)
 
     def work_error(self, role: str) -> BaseException | None:
-        """What the role's work in `lead` has raised, until it is started again; None if it has not failed."""
+        """The exception of the role's work in `lead`, until the work is started again; None if it has not failed."""
         return self._election.work_error(role)
 
-    # --- Who hears of it
+    # --- Observers and callbacks
 
     def observe(self, observer: ElectionObserver) -> None:
         """Call this observer's hooks from now on, on the background thread: they must not block."""
@@ -238,7 +238,7 @@ class LeaderElection(Driven):
             background.call(changes.aclose)  # type: ignore[attr-defined]
 
     def on_acquired(self, fn: CallbackT) -> CallbackT:
-        """Call `fn(role)` when this process holds the role's lock and its term has begun."""
+        """Call `fn(role)` when a term of this process has begun. Its gate may not be open yet."""
         return self._on(self._election.on_acquired, fn)
 
     def on_released(self, fn: CallbackT) -> CallbackT:

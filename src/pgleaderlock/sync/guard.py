@@ -1,7 +1,7 @@
-"""One-shot leadership for threads and scripts: `pgleaderlock.guard`, without an event loop of the caller's.
+"""One-shot leadership for threads and scripts: `pgleaderlock.guard` for callers without an event loop.
 
-On a connection of the caller's, nothing is started: each call blocks on that connection. With a DSN, the guard has a
-connection of its own, which the background loop probes and which has a lease at the server.
+On the caller's connection, no thread is started: each call blocks on that connection. With a DSN, the guard has a
+separate connection, which the background loop probes and which has a lease at the server.
 """
 
 import os
@@ -33,14 +33,14 @@ __all__ = [
     "acquire_leadership_with_retry",
 ]
 
-# Between two tries on a borrowed connection, which cannot wait at the server: that would change its settings.
+# The delay between two tries on a borrowed connection. Waiting at the server would change the connection's settings.
 TRY_AGAIN_S = (0.05, 0.15)
 
 _log = get_logger("pgleaderlock")
 
 
 class _Backing(Protocol):
-    """Where a guard's lock lives: on the caller's connection, or on a session of our own."""
+    """What holds a guard's lock: the caller's connection, or a session of our own."""
 
     @property
     def held(self) -> bool: ...
@@ -50,7 +50,7 @@ class _Backing(Protocol):
 
 
 class LeadershipGuard:
-    """Leadership that was obtained. Release it, or leave its block; lose it, and `lost()` returns True.
+    """Leadership that was obtained. Call `release()` or leave the guard's block to end it; `lost()` tells of a loss.
 
     It belongs to the process that obtained it: in a forked child it is not held, and sends nothing.
     """
@@ -64,22 +64,23 @@ class LeadershipGuard:
 
     @property
     def held(self) -> bool:
-        """Not released, and the connection not known to be closed. `check()` asks the server."""
+        """True while leadership was not released and the connection is not known to be closed. `check()` asks the
+        server."""
         return os.getpid() == self._owner_pid and self._backing.held
 
     def release(self) -> None:
-        """Give leadership back. A second call does nothing, nor does any call in a forked child.
+        """Release leadership. A second call does nothing, and neither does a call in a forked child.
 
         Raises `DatabaseError` if the session had ended before: another node may have led in between.
         """
         self._release(abandon=False)
 
     def check(self) -> bool:
-        """Ask the server for proof that this very session holds the lock. False when it does not."""
+        """Ask the server for proof that this same session holds the lock. False if it does not."""
         return self.held and self._backing.check()
 
     def lost(self, timeout_s: float | None = None) -> bool:
-        """Block until the session has died, noticed at the socket; False when `timeout_s` is over first.
+        """Block until the session has ended, which is noticed at the socket; False on a timeout.
 
         Never reads from the connection, so that another thread may use it meanwhile. True at once if nothing is held.
         """
@@ -99,7 +100,8 @@ class LeadershipGuard:
 
     def _release(self, *, abandon: bool) -> None:
         if os.getpid() == self._owner_pid:
-            # One at a time: the unlock of a second call would free what the connection has taken anew in between.
+            # One at a time: the unlock of a second call would free a lock that the connection has taken again in
+            # between.
             with self._turn:
                 self._backing.release(abandon=abandon)
 
@@ -121,11 +123,11 @@ def acquire_leadership(
     namespace: str = DEFAULT_NAMESPACE,
     allow_pooler: bool = False,
 ) -> LeadershipGuard:
-    """Lead `name` on this open connection, which must be in autocommit; or, with a DSN, on a connection of its own.
+    """Lead `name` on this open connection, which must be in autocommit, or, with a DSN, on a separate connection.
 
-    Tries once; with `timeout_s` for so many seconds, with None without a limit. Raises `LockNotAcquired` if another
-    session leads, `DatabaseError` for everything else that can go wrong. Interrupted (Ctrl-C), it holds nothing: a
-    borrowed connection is closed then, because whether the lock was granted is unknown.
+    By default it tries once; with `timeout_s`, it tries for that many seconds, or without a limit if None. Raises
+    `LockNotAcquired` if another session leads, and `DatabaseError` for every other failure. If it is interrupted
+    (Ctrl-C), no lock is held: a borrowed connection is closed then, because it is unknown whether the lock was granted.
     """
     if isinstance(conn, str) or callable(conn):
         return acquire_leadership_blocking(conn, name, timeout_s, namespace=namespace, allow_pooler=allow_pooler)
@@ -153,7 +155,7 @@ def acquire_leadership_blocking(
     namespace: str = DEFAULT_NAMESPACE,
     allow_pooler: bool = False,
 ) -> LeadershipGuard:
-    """Wait to lead `name`, at the server, on a connection of its own; `LockNotAcquired` when `timeout_s` is over."""
+    """Wait at the server to lead `name`, on a separate connection. Raises `LockNotAcquired` after `timeout_s`."""
     return _obtained(
         lambda: aio.acquire_leadership_blocking(dsn, name, timeout_s, namespace=namespace, allow_pooler=allow_pooler)
     )
@@ -167,7 +169,7 @@ def acquire_leadership_with_retry(
     namespace: str = DEFAULT_NAMESPACE,
     allow_pooler: bool = False,
 ) -> LeadershipGuard:
-    """Try to lead `name` on a connection of its own, again and again with the policy's delays, until it gives up."""
+    """Try repeatedly to lead `name` on a separate connection, with the policy's delays, until the policy gives up."""
     return _obtained(
         lambda: aio.acquire_leadership_with_retry(dsn, name, policy, namespace=namespace, allow_pooler=allow_pooler)
     )
@@ -179,14 +181,14 @@ def _obtained(acquire: Callable[[], Any]) -> LeadershipGuard:
         guard = acquiring.result()
         return LeadershipGuard(guard.name, guard.key, _OnSession(guard))
     except BaseException:
-        # Interrupted just as it was granted: nobody will ever hold this guard.
+        # Interrupted just as the lock was granted: the caller never gets this guard, so release it.
         if acquiring.answer.done() and acquiring.answer.exception() is None:
             background.call(acquiring.answer.result().release)
         raise
 
 
 class _OnConnection:
-    """On the caller's connection, without a thread or a loop."""
+    """Holds the lock on the caller's connection, without a thread or a loop."""
 
     def __init__(self, conn: "psycopg.Connection[Any]", name: str, keys: KeyPair, holder: Holder) -> None:
         self._conn: psycopg.Connection[Any] | None = conn
@@ -234,7 +236,7 @@ class _OnConnection:
 
 
 class _OnSession:
-    """On a session of our own, by a guard of the background loop."""
+    """Holds the lock on a session of our own, with an async guard on the background loop."""
 
     def __init__(self, guard: aio.LeadershipGuard) -> None:
         self._guard = guard
@@ -250,5 +252,5 @@ class _OnSession:
         return background.call(lambda: within(timeout_s, self._guard.lost()))
 
     def release(self, *, abandon: bool) -> None:
-        """The session ends with the guard, abandoned or not."""
+        """Release. `abandon` makes no difference, because the session ends with the guard."""
         background.call(self._guard.release)

@@ -1,8 +1,8 @@
-"""A term in the thread that called `lead`: the background loop begins and ends it, that thread does the work.
+"""Runs the work of a term in the thread that called `lead`; the background loop begins and ends the term.
 
-`Handover.work` is what the loop runs as the work of a term. It hands the term over and waits until the thread is done
-with it. When the term ends first, it sets the `stop` event, and goes on waiting: leadership is not released while the
-thread is still at work, and a thread cannot be cancelled.
+The loop runs `Handover.work` as the work of a term. It hands the term over to the thread and waits until the thread has
+finished. If the term ends first, it sets the `stop` event and goes on waiting: a thread cannot be cancelled, and
+leadership is not released while the thread is still at work.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ CallbackT = TypeVar("CallbackT", bound=Callable[..., object])
 
 
 class Driven:
-    """What lock and election share: a `with` block, requests from inside, and callbacks on a thread of their own."""
+    """What lock and election share: a `with` block, requests from callbacks and works, and a thread for callbacks."""
 
     def __init__(self, **log_fields: object) -> None:
         self._log = get_logger("pgleaderlock").bind(**log_fields)
@@ -52,7 +52,8 @@ class Driven:
             self._log.failed_at_exit("shutdown_failed", error, leaving)
 
     def _end(self, main: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-        """Wait for what waits for works and callbacks; inside of one of these, only make the request."""
+        """Run a coroutine that waits for works and callbacks. Inside of one of these, only start it, without
+        waiting."""
         if background.inside(self):
             background.request(main)
             return None
@@ -67,7 +68,7 @@ class Driven:
 
 
 class Turn(Generic[T]):
-    """One term, handed over."""
+    """One term that is handed over to the thread."""
 
     def __init__(self, args: tuple[Any, ...]) -> None:
         self.args = args
@@ -86,14 +87,14 @@ class Turn(Generic[T]):
         self._loop.call_soon_threadsafe(self.ended.cancel)
 
     def _raised(self, error: Exception) -> None:
-        if isinstance(error, StopIteration):  # a future refuses it
+        if isinstance(error, StopIteration):  # a future does not accept it
             error = RuntimeError(f"the work raised {error!r}")
         if not self.ended.done():
             self.ended.set_exception(error)
 
 
 class Handover(Generic[T]):
-    """Between the loop, which has terms, and one thread, which does their work."""
+    """Hands terms from the loop over to one thread, which does their work."""
 
     def __init__(self) -> None:
         self._turns: SimpleQueue[Turn[T] | None] = SimpleQueue()
@@ -102,7 +103,7 @@ class Handover(Generic[T]):
         self._closed = False
 
     async def work(self, *args: Any) -> T:
-        """The work of a term, as the loop sees it."""
+        """The coroutine that the loop runs as the work of a term."""
         turn: Turn[T] = Turn(args)
         with self._closing:
             if self._closed:
@@ -116,7 +117,7 @@ class Handover(Generic[T]):
         return turn.ended.result()
 
     def next(self, timeout_s: float | None = None) -> Turn[T] | None:
-        """Wait for a term; None when there will be none, or the time is up."""
+        """Wait for a term; None if there will be no more, or on a timeout."""
         try:
             self._turn = self._turns.get(timeout=timeout_s)
         except Empty:
@@ -128,7 +129,7 @@ class Handover(Generic[T]):
         self._turns.put(None)
 
     def close(self) -> None:
-        """The thread takes no more terms: one that it has or that is on its way has no work any more."""
+        """The thread takes no more terms. The current term, and those in the queue, are abandoned."""
         with self._closing:
             self._closed = True
             if self._turn is not None:
@@ -143,7 +144,7 @@ def lead_here(
     begin: Callable[[Callable[..., Coroutine[Any, Any, T]]], Coroutine[Any, Any, R]],
     work: Callable[..., T],
 ) -> R:
-    """`begin(handover.work)` on the background loop, and `work(*args, stop)` in this thread in each term."""
+    """Run `begin(handover.work)` on the background loop, and `work(*args, stop)` in this thread for each term."""
     _check_plain("lead", work)
     handover: Handover[T] = Handover()
     leading = background.submit(lambda: begin(handover.work))
@@ -156,8 +157,8 @@ def lead_here(
                     "the work has returned in a forked child: leave the child with os._exit, the parent leads"
                 )
         return leading.result()
-    except BaseException:  # Ctrl-C, or the end of the program: it leaves `lead` at once
-        leading.cancel(handover.close)  # in this order: a term whose work ends by itself would count as a failure
+    except BaseException:  # Ctrl-C, or the end of the program: leave `lead` at once
+        leading.cancel(handover.close)  # cancel first: if the work ended by itself, that would count as a failure
         raise
 
 
@@ -172,7 +173,7 @@ def _work(owner: object, turn: Turn[T], work: Callable[..., T]) -> None:
 
 
 def _check_plain(what: str, fn: object) -> None:
-    """`ConfigurationError` unless it is a function that blocks."""
+    """Raise `ConfigurationError` unless it is a plain function."""
     if not callable(fn):
         raise ConfigurationError(f"{what} takes a function, not {type(fn).__name__}: pass it uncalled")
     if inspect.iscoroutinefunction(fn):

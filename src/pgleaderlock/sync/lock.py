@@ -24,7 +24,7 @@ CallbackT = TypeVar("CallbackT", bound=Callable[..., object])
 
 
 class LeaderLock(Driven):
-    """Competes for one advisory lock, and tells whether this process leads. Any thread may use it.
+    """Competes for one advisory lock, and knows whether this process leads. Any thread may use it.
 
     The names, errors and settings are those of `pgleaderlock.LeaderLock`, whose docstrings say what they promise.
     """
@@ -53,7 +53,7 @@ class LeaderLock(Driven):
     # --- Lifecycle
 
     def start(self) -> None:
-        """Begin to compete, in the background. Does nothing if the lock is running already.
+        """Start to compete, in the background. Does nothing if the lock is running already.
 
         Called from `on_stopped`, it only makes the request: the lock starts again when the callback has returned.
         """
@@ -72,7 +72,7 @@ class LeaderLock(Driven):
                 self._callbacks.stop()
 
     def step_down(self, timeout_s: float | None = None) -> None:
-        """Give up leadership; compete again if `auto_reacquire` is set. In a callback or a work, only the request."""
+        """Give up leadership; compete again if `auto_reacquire` is set. Does not wait in a callback or a work."""
         self._end(lambda: self._lock.step_down(timeout_s))
 
     def wait_for_leadership(self, timeout_s: float | None = None) -> bool:
@@ -84,8 +84,8 @@ class LeaderLock(Driven):
     def lead(self, work: Callable[[threading.Event], T], **options: Any) -> T | None:
         """Run `work(stop)` in this thread whenever this process leads; return what it returns.
 
-        `stop` is set as soon as leadership is lost or is to be released; the release waits until `work` has returned.
-        It is called again in the next term. The options are those of `pgleaderlock.LeaderLock.lead`.
+        `stop` is set as soon as leadership is lost or about to be released; the release waits until `work` has
+        returned. `work` is called again in the next term. The options are those of `pgleaderlock.LeaderLock.lead`.
         """
         return lead_here(self, lambda relay: self._lock.lead(relay, **options), work)
 
@@ -93,13 +93,13 @@ class LeaderLock(Driven):
     def held(self, timeout_s: float | None = None) -> Iterator[threading.Event]:
         """Hold the lock while the block runs: `with lock.held(timeout_s=10) as lost:`.
 
-        Starts the lock if it is not running, and shuts it down again. One that was running gives up leadership after
-        the block, and does not compete until `held` or `lead` is entered again. Raises `LockNotAcquired` if another
-        session holds the lock until `timeout_s` is over, and `DatabaseError` if the database cannot be used. `lost` is
-        set when leadership ends inside the block; the end of the block raises `LockError` then. The time to connect
-        counts too: for a single try, use `acquire_leadership`.
+        Starts the lock if it is not running, and shuts it down afterwards. A lock that was running gives up leadership
+        after the block, and does not compete until `held` or `lead` is called again. Raises `LockNotAcquired` if
+        another session holds the lock for `timeout_s`, and `DatabaseError` if the database cannot be used. `lost` is
+        set if leadership ends inside the block; the end of the block then raises `LockError`. The time to connect
+        counts towards the timeout: for a single try, use `acquire_leadership`.
 
-        Of the threads that share this object, one is inside at a time.
+        If several threads share this object, only one at a time is inside the block.
         """
         check_timeout(timeout_s)
         if background.inside(self):
@@ -113,7 +113,7 @@ class LeaderLock(Driven):
     @contextlib.contextmanager
     def _one_at_a_time(self, timeout_s: float | None) -> Iterator[None]:
         pid, turn = self._turn
-        if pid != os.getpid():  # a thread of the parent may have had it
+        if pid != os.getpid():  # in a forked child: a thread of the parent may have held it
             pid, turn = self._turn = os.getpid(), threading.Lock()
         if not turn.acquire(timeout=-1 if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
             raise LockNotAcquired(self._name)
@@ -169,10 +169,10 @@ class LeaderLock(Driven):
 
     @property
     def work_error(self) -> BaseException | None:
-        """What the work of `lead` has raised, until it is started again; None if it has not failed."""
+        """The exception of the work of `lead`, until the work is started again; None if it has not failed."""
         return self._lock.work_error
 
-    # --- Event registration: plain functions, called in order on a thread of their own
+    # --- Event registration: plain functions, called in order on a separate thread
 
     def on_acquired(self, fn: CallbackT) -> CallbackT:
         """This process leads now."""

@@ -18,6 +18,6 @@ T = TypeVar("T")
 def once(dsn: Dsn, name: str, work: Callable[[LeaderToken, threading.Event], T], **options: Any) -> Once[T]:
     """Run `work(token, stop)` in this thread if it was not run in this tick yet; of all callers, one does.
 
-    `stop` is set when the term ends first. The options are those of `pgleaderlock.once`.
+    `stop` is set if the term ends before the work. The options are those of `pgleaderlock.once`.
     """
     return lead_here(work, lambda relay: aio.once(dsn, name, relay, **options), work)

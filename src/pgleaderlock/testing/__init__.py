@@ -1,10 +1,10 @@
-"""For the tests of applications: an election and a lock without a database, with the real gate and a clock to turn.
+"""For the tests of applications: an election and a lock without a database, with the real gate and a manual clock.
 
-`FakeElection` and `FakeLock` are `LeaderElection` and `LeaderLock`, on a database in memory: states, gates, epochs,
+`FakeElection` and `FakeLock` are `LeaderElection` and `LeaderLock` on a database in memory: states, gates, epochs,
 works and callbacks are the real ones. `pgleaderlock.testing.sync` has both for threads. The pytest plugin offers them
-as fixtures, and real ones on an embedded PostgreSQL.
+as fixtures, as well as real ones on an embedded PostgreSQL.
 
-What it does not promise: no SQL is run, so a fence, a guard and the ledger's history need a real server.
+What it does not do: it runs no SQL, so a fence, a guard and the ledger's history need a real server.
 """
 
 from pgleaderlock.testing.clock import ManualClock

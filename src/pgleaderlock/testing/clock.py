@@ -1,4 +1,4 @@
-"""Time that passes only when a test says so."""
+"""A clock whose time passes only when the test moves it."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ __all__ = ["ManualClock"]
 
 
 class ManualClock:
-    """The clock of gates, heartbeats and retries in a test. May be turned from any thread."""
+    """The clock of gates, heartbeats and retries in a test. Any thread may move it."""
 
     def __init__(self) -> None:
         self._now = 1_000.0
@@ -37,17 +37,17 @@ class ManualClock:
                 self._sleepers = [other for other in self._sleepers if other is not sleeper]
 
     def jump(self, by_s: float) -> None:
-        """Let time pass without waking anything: what a process sees in its first instruction after a pause."""
+        """Let time pass without waking any task, as a process sees it in its first instruction after a pause."""
         with self._lock:
             self._now += by_s
 
     def jump_to(self, moment: float) -> None:
-        """The same up to a moment; nothing if that is past."""
+        """The same up to a moment. Does nothing if that has passed."""
         with self._lock:
             self._now = max(self._now, moment)
 
     def wake(self) -> None:
-        """Wake everything whose time has come."""
+        """Wake every task whose time has come."""
         with self._lock:
             due = [woken for at, woken in self._sleepers if at <= self._now]
         for woken in due:
@@ -55,12 +55,12 @@ class ManualClock:
                 woken.get_loop().call_soon_threadsafe(settle, woken)
 
     def advance(self, by_s: float) -> None:
-        """Let time pass, and wake everything whose time has come."""
+        """Let time pass, and wake every task whose time has come."""
         self.jump(by_s)
         self.wake()
 
     def next_s(self) -> float | None:
-        """How many seconds are left until something wakes; None if nothing sleeps."""
+        """Seconds until the next task wakes; None if no task sleeps."""
         with self._lock:
             moments = [at for at, woken in self._sleepers if not woken.done()]
         return max(0.0, min(moments) - self._now) if moments else None

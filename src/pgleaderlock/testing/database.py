@@ -1,7 +1,7 @@
-"""A database in memory: advisory locks, sessions that end when they are silent, and who leads which role.
+"""A database in memory: advisory locks, sessions that end when they are silent, and the leader of each role.
 
-It answers what an election and a lock ask of PostgreSQL, and no more: no SQL, no fences, no requests of operators. A
-rival, which is another node, may hold roles in it. Everything but `stall` happens on the loop of its elections.
+It has only what an election and a lock need of PostgreSQL: no SQL, no fences, no operators' requests. A rival, which
+stands for another node, may hold roles in it. Everything except `stall` runs on the loop of its elections.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ class Leader:
 
 
 class FakeDatabase:
-    """Shared by every election and lock that is given it in place of a DSN."""
+    """Pass it in place of a DSN: all elections and locks with the same object share it."""
 
     def __init__(self, *, clock: Clock | None = None, rival: bool = False) -> None:
-        """Empty.
+        """An empty database.
 
-        clock: the time of everything on it; None for a `ManualClock`.
-        rival: another node leads every role and holds every lock until a `win()`, and takes what is lost by silence.
+        clock: the clock of all its sessions, locks and elections; None for a `ManualClock`.
+        rival: another node leads every role and holds every lock until `win()`, and takes those of silent sessions.
         """
         self.clock: Clock = ManualClock() if clock is None else clock
         self.pids = itertools.count(1)
@@ -65,32 +65,32 @@ class FakeDatabase:
         self._waiting: set[asyncio.Future[None]] = set()
         self._wakers: list[weakref.WeakMethod[Callable[[str], None]]] = []
 
-    # --- What a test makes of it
+    # --- Called by a test
 
     def stall(self) -> None:
-        """No statement is answered until `unstall`. May be called from any thread."""
+        """Answer no statement until `unstall`. May be called from any thread."""
         self._stalled = True
 
     def unstall(self) -> None:
-        """Statements are answered again. Sessions that were silent for longer than their lease have ended."""
+        """Answer statements again. Sessions that were silent for longer than their lease have ended."""
         self._stalled = False
         self._end_silent()
         self.changed()
 
     def answer(self) -> None:
-        """It can be reached, and answers."""
+        """Make the database reachable and let it answer."""
         self.gone = False
         self.unstall()
 
     def go(self) -> None:
-        """It cannot be reached any more: every session ends, every lock is free."""
+        """Make the database unreachable: every session ends, and every lock is free."""
         self.gone = True
         for session in list(self._sessions):
             session.end("the database is gone")
         self.changed()
 
     def rival_takes(self, keys: KeyPair, role: RoleName | None = None) -> None:
-        """Another node has this lock as soon as it is free; with a role, it begins a new epoch now."""
+        """The rival takes this lock as soon as it is free; with a role, it begins a new epoch now."""
         self._met.add(keys)
         self._claimed.add(keys)
         self.locks.setdefault(keys, self.rival)
@@ -100,7 +100,7 @@ class FakeDatabase:
             row.session, row.identity, row.ended, row.clean = self.rival, _rival_identity(role[0]), False, False
 
     def rival_leaves(self, keys: KeyPair, role: RoleName | None = None) -> None:
-        """If the other node holds this lock, it gives it up in order."""
+        """If the rival holds this lock, it releases it cleanly."""
         self._met.add(keys)
         self._claimed.discard(keys)
         if self._rival is not None and self.locks.get(keys) is self._rival:
@@ -115,13 +115,13 @@ class FakeDatabase:
             self._rival = FakeSession(self, lease_s=float("inf"))
         return self._rival
 
-    # --- What sessions do
+    # --- Called by sessions
 
     def row(self, role: RoleName) -> Leader:
         return self.leaders.setdefault(role, Leader())
 
     def meet(self, keys: KeyPair, role: RoleName | None = None) -> None:
-        """Where there is a rival, it leads what nobody has asked for before."""
+        """If there is a rival, it takes a lock or role that is asked for for the first time."""
         if self._has_rival and keys not in self._met:
             self.rival_takes(keys, role)
 
@@ -152,14 +152,14 @@ class FakeDatabase:
         self.changed()
 
     async def ready(self) -> None:
-        """Return when a statement would be answered."""
+        """Return when the database answers statements."""
         await asyncio.sleep(0)
         while self._stalled and not self.gone:
             await self.next_change()
         self._end_silent()
 
     def changed(self) -> None:
-        """Wake everything that waits for a change here."""
+        """Wake every task that waits for a change of this database."""
         waiting, self._waiting = self._waiting, set()
         for future in waiting:
             settle(future)
@@ -185,7 +185,7 @@ class FakeDatabase:
         for session in [session for session in self._sessions if now - session.heard_at > session.lease_s]:
             held = {keys for keys, holder in self.locks.items() if holder is session}
             if not held and not session.roles:
-                continue  # the lease of a lock begins when it is held
+                continue  # a lock's lease begins when the lock is held
             led = {role: row for role, row in self.leaders.items() if row.session is session and not row.ended}
             session.end("the server has ended the session, which was silent for longer than its lease")
             if self._has_rival:
@@ -194,7 +194,7 @@ class FakeDatabase:
 
 
 class FakeSession:
-    """A connection to it: all that a lock and an election use of one."""
+    """A connection to the fake database, with the methods that a lock and an election use."""
 
     identified = True
 
@@ -216,13 +216,13 @@ class FakeSession:
         return session
 
     def end(self, why: str) -> None:
-        """The server ends it, and frees its locks."""
+        """The server ends this session, and frees its locks."""
         if self._ended is None:
             self._ended = ConnectionError(why)
             self.database.closed(self)
 
     async def answered(self) -> None:
-        """One statement."""
+        """Wait for the answer to one statement."""
         await self.database.ready()
         if self._ended is not None:
             raise self._ended
@@ -246,7 +246,7 @@ class FakeSession:
         self.prove(keys)
 
     def prove(self, keys: KeyPair) -> None:
-        """An answer counts only on a session that holds the lock."""
+        """End the session unless it holds the lock: only then does an answer count."""
         if self.database.locks.get(keys) is not self:
             self.end("the lock is not held by this session")
             raise moved_error()
@@ -270,10 +270,10 @@ class FakeSession:
 
 
 class FakeLedger(Ledger):
-    """The ledger of an election, in memory."""
+    """The ledger of an election in memory."""
 
     def __init__(self, session: FakeSession, identity: Identity) -> None:
-        # The session has what an engine asks of it; it is no DedicatedSession, which would be a connection.
+        # The session has the methods that an engine uses, but is not a DedicatedSession, which has a real connection.
         super().__init__(cast("DedicatedSession", session), identity, "")
         self._fake = session
         self._database = session.database
@@ -392,7 +392,7 @@ class FakeLedger(Ledger):
             granted=granted,
             epoch=row.epoch or None,
             session_id=None if holder is None else holder.pid,
-            # The rival beats all the time, so that it is never taken for silent.
+            # The rival's beat always changes, so that it never counts as silent.
             beat=None if holder is None else int(self._database.clock.now()) if rival else holder.beat,
             ended=row.ended,
             holder_identity=None if who is None else who.holder_identity,

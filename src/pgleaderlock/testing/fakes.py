@@ -1,7 +1,7 @@
-"""`LeaderElection` and `LeaderLock` on a database in memory, and what a test lets happen to them.
+"""`LeaderElection` and `LeaderLock` on a database in memory, with methods for what a test wants to happen.
 
-What a test asks for returns once it has happened: `win` when this node may act, `lose` when it must not any more. The
-clock moves as far as that takes, and otherwise only by `advance`, `pause` and `late`.
+Such a method returns once its effect has happened: `win` when this node may act, `lose` when it must no longer act. It
+moves the clock as far as needed; otherwise only `advance`, `pause` and `late` move it.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ __all__ = ["FakeElection", "FakeLock"]
 
 NO_DSN = "host=in-memory"
 REAL_POLL_S = 0.01
-# So many turns of the loop without an effect: what is waited for needs time to pass.
+# After this many iterations of the loop without an effect, let time pass on the clock.
 TURNS = 50
 STEPS_MAX = 1_000
-# How a real one connects, and where its heartbeat runs: settings that a fake takes and does not need.
+# Settings for the connection and the heartbeat thread, which a fake accepts and ignores.
 IGNORED = frozenset({"allow_pooler", "connect_fn", "heartbeat_thread", "listen_channel"})
 
 
 class FakeElection(LeaderElection):
-    """A `LeaderElection` without a database. It takes what that one takes; the DSN is never connected to.
+    """A `LeaderElection` without a database. It takes the same arguments, and never connects to the DSN.
 
-    Alone on its database, it follows another node that leads every role until `win`. Elections that are given one
+    Alone on its database, it follows another node that leads every role until `win`. Elections that share a
     `FakeDatabase` in place of a DSN compete with each other, and the first one wins.
     """
 
@@ -45,7 +45,7 @@ class FakeElection(LeaderElection):
         roles: str | Iterable[str] | Mapping[str, int],
         **options: Unpack[ElectionOptions],
     ) -> None:
-        """Check the settings, as the real one does. `balance` is refused; those of the connection have no effect."""
+        """Check the settings, as the real one does. `balance` is refused; settings of the connection have no effect."""
         if options.get("balance"):
             raise ConfigurationError("balance needs a ledger: leave it out in a fake")
         self.database = _database(dsn)
@@ -55,7 +55,7 @@ class FakeElection(LeaderElection):
         self.database.listen(self._wake)
 
     async def win(self, role: str | None = None) -> None:
-        """Lead one role, or all of them with None: the other node gives it up in order. Returns when the gate is open.
+        """Lead one role, or all of them with None: the other node releases it. Returns when the gate is open.
 
         The epoch is one higher than the last one. Does nothing to a role that this election leads.
         """
@@ -78,16 +78,16 @@ class FakeElection(LeaderElection):
         await _until(self._clock, lambda: all(self.gate(name).token is None for name in names), "lose", self._refusals)
 
     def pause(self, seconds: float) -> None:
-        """This process stands still for so long, as in a suspend: its gates are asked before its heartbeat has run.
+        """This process is paused for this long, as in a suspend: the gates can be asked before the heartbeat has run.
 
-        Nothing is heard of the database until `recover`. After more than T, another node leads then.
+        The database does not answer until `recover`. After more than T, another node leads by then.
         """
         clock = _manual(self._clock)
         self.database.stall()
         clock.jump(seconds)
 
     def late(self) -> None:
-        """No heartbeat is acknowledged in time: every gate is shut, and every term goes on. See `recover`."""
+        """No heartbeat is acknowledged in time: every gate shuts, but every term goes on. See `recover`."""
         deadlines = [gate.deadline for gate in map(self.gate, self.roles) if gate.token is not None]
         self.pause(0)
         _manual(self._clock).jump_to(max(deadlines, default=0.0))
@@ -98,9 +98,10 @@ class FakeElection(LeaderElection):
         await _until(self._clock, lambda: self.heartbeat_age_s() is None, "database_gone", self._refusals)
 
     async def recover(self) -> None:
-        """The database answers again, and this election has heard from it: the end of any of the three above.
+        """End a `pause`, `late` or `database_gone`: the database answers again. Returns once this election has an
+        answer.
 
-        A term that is not over goes on, and its gate is open again. A role that was lost is competed for: see `win`.
+        A term that is not over goes on, and its gate is open again. For a lost role the election competes: see `win`.
         """
         since = self._clock.now()
         self.database.answer()
@@ -111,11 +112,11 @@ class FakeElection(LeaderElection):
             await _until(self._clock, lambda: self._heard_since(since), "recover", self._refusals)
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass while heartbeats come as they should."""
+        """Let time pass, with heartbeats acknowledged on time."""
         await _advance(_manual(self._clock), seconds, self._setup.heartbeat_interval_s / 4)
 
     async def shutdown(self, timeout_s: float | None = None) -> None:
-        """As the real one. A database that was stalled answers again, or the end would wait for it."""
+        """Like the real one. A stalled database answers again, because the shutdown would wait for it."""
         self.database.unstall()
         await super().shutdown(timeout_s)
 
@@ -147,28 +148,28 @@ class FakeElection(LeaderElection):
 
 
 class FakeLock(LeaderLock):
-    """A `LeaderLock` without a database. It takes what that one takes; the DSN is never connected to.
+    """A `LeaderLock` without a database. It takes the same arguments, and never connects to the DSN.
 
-    Alone on its database, it follows another session that holds the lock until `win`. Locks that are given one
+    Alone on its database, it follows another session that holds the lock until `win`. Locks that share a
     `FakeDatabase` in place of a DSN compete with each other.
     """
 
     def __init__(self, dsn: Dsn | FakeDatabase | None, key1: int, key2: int, **options: Unpack[LockOptions]) -> None:
-        """Check the settings, as the real one does. Those of the connection have no effect."""
+        """Check the settings, as the real one does. Settings of the connection have no effect."""
         self.database = _database(dsn)
         self._clock = self.database.clock
         own = NO_DSN if dsn is None or isinstance(dsn, FakeDatabase) else dsn
         super().__init__(own, key1, key2, **_needed(options))
 
     async def win(self) -> None:
-        """Lead: the other session gives the lock up. Returns when this lock leads."""
+        """Lead: the other session releases the lock. Returns when this lock leads."""
         self._find_running()
         self.database.answer()
         self.database.rival_leaves(self._settings.keys)
         await _until(self._clock, lambda: self.is_leader, "win", self._said)
 
     async def lose(self) -> None:
-        """The server ends this lock's session, and another one has the lock. Returns when this lock knows."""
+        """The server ends this lock's session, and another one takes the lock. Returns when this lock has noticed."""
         self._find_running()
         self.database.answer()
         holder = self.database.locks.get(self._settings.keys)
@@ -178,13 +179,13 @@ class FakeLock(LeaderLock):
         await _until(self._clock, lambda: self.state is not LockState.LEADER, "lose", self._said)
 
     def pause(self, seconds: float) -> None:
-        """This process stands still for so long: `is_leader` is asked before its next probe. See `recover`."""
+        """This process is paused for this long: `is_leader` can be asked before the next probe. See `recover`."""
         clock = _manual(self._clock)
         self.database.stall()
         clock.jump(seconds)
 
     def late(self) -> None:
-        """No probe is answered for as long as an answer is trusted: this lock must not act. See `recover`."""
+        """No probe is answered within the trust window, so this lock must not act. See `recover`."""
         self.pause(0)
         if self._run is not None:
             _manual(self._clock).jump_to(self._run.trusted_until)
@@ -195,18 +196,18 @@ class FakeLock(LeaderLock):
         await _until(self._clock, lambda: self.state is not LockState.LEADER, "database_gone", self._said)
 
     async def recover(self) -> None:
-        """The database answers again: the end of any of the three above. Leads on, unless the lock was lost."""
+        """End a `pause`, `late` or `database_gone`: the database answers again. Leads on, unless the lock was lost."""
         self.database.answer()
         if isinstance(self._clock, ManualClock):
             self._clock.wake()
         await _until(self._clock, lambda: self.is_leader or self.state is not LockState.LEADER, "recover", self._said)
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass while probes are answered as they should."""
+        """Let time pass, with probes answered on time."""
         await _advance(_manual(self._clock), seconds, self._settings.health_interval_s / 4)
 
     async def shutdown(self, timeout_s: float | None = None) -> None:
-        """As the real one. A database that was stalled answers again, or the end would wait for it."""
+        """Like the real one. A stalled database answers again, because the shutdown would wait for it."""
         self.database.unstall()
         await super().shutdown(timeout_s)
 
@@ -236,7 +237,7 @@ def _manual(clock: Clock) -> ManualClock:
 
 
 async def _advance(clock: ManualClock, seconds: float, step_s: float) -> None:
-    """In steps, each with time for what is due then: a heartbeat is sent long before its gate shuts."""
+    """Advance in steps, each with time for the tasks that are due, so that heartbeats are sent before a gate shuts."""
     until = clock.now() + seconds
     while (left_s := until - clock.now()) > 0:
         clock.advance(min(left_s, max(step_s, clock.next_s() or 0.0)))
@@ -245,7 +246,7 @@ async def _advance(clock: ManualClock, seconds: float, step_s: float) -> None:
 
 
 async def _until(clock: Clock, condition: Callable[[], bool], what: str, state: Callable[[], str]) -> None:
-    """Give the loop turns until it is so; when they change nothing, let time pass up to the next moment in it."""
+    """Run the loop until the condition holds; if that changes nothing, advance the clock to the next due time."""
     for _ in range(STEPS_MAX):
         for _ in range(TURNS):
             if condition():

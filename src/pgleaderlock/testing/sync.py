@@ -27,7 +27,7 @@ class FakeElection(sync.LeaderElection):
         background.call(lambda: self.fake.lose(role))
 
     def pause(self, seconds: float) -> None:
-        """This process stands still for so long. Nothing is heard of the database until `recover`."""
+        """This process is paused for this long. The database does not answer until `recover`."""
         self.fake.pause(seconds)
 
     def late(self) -> None:
@@ -39,11 +39,11 @@ class FakeElection(sync.LeaderElection):
         background.call(self.fake.database_gone)
 
     def recover(self) -> None:
-        """The database answers again, and this election has heard from it."""
+        """The database answers again. Returns once this election has an answer."""
         background.call(self.fake.recover)
 
     def advance(self, seconds: float) -> None:
-        """Let time pass while heartbeats come as they should."""
+        """Let time pass, with heartbeats acknowledged on time."""
         background.call(lambda: self.fake.advance(seconds))
 
 
@@ -58,19 +58,19 @@ class FakeLock(sync.LeaderLock):
         return cast("testing.FakeLock", self._lock)
 
     def win(self) -> None:
-        """Lead: the other session gives the lock up."""
+        """Lead: the other session releases the lock."""
         background.call(self.fake.win)
 
     def lose(self) -> None:
-        """The server ends this lock's session, and another one has the lock."""
+        """The server ends this lock's session, and another one takes the lock."""
         background.call(self.fake.lose)
 
     def pause(self, seconds: float) -> None:
-        """This process stands still for so long. See `recover`."""
+        """This process is paused for this long. See `recover`."""
         self.fake.pause(seconds)
 
     def late(self) -> None:
-        """No probe is answered for as long as an answer is trusted. See `recover`."""
+        """No probe is answered within the trust window. See `recover`."""
         self.fake.late()
 
     def database_gone(self) -> None:
@@ -82,5 +82,5 @@ class FakeLock(sync.LeaderLock):
         background.call(self.fake.recover)
 
     def advance(self, seconds: float) -> None:
-        """Let time pass while probes are answered as they should."""
+        """Let time pass, with probes answered on time."""
         background.call(lambda: self.fake.advance(seconds))

@@ -1,4 +1,4 @@
--- What the dashboard reads of the ledger besides history.sql, by the same rules.
+-- What the dashboard reads of the ledger in addition to history.sql, by the same rules.
 
 -- name: dashboard_role_known
 SELECT EXISTS (SELECT FROM pgleaderlock.leaders l WHERE l.namespace = %(namespace)s AND l.role = %(role)s)

@@ -1,8 +1,8 @@
--- What `doctor` asks. Each statement stands alone, so that one that is refused costs one line of the report; and each
--- one runs on PostgreSQL 10 too, so that a server which is too old is told so by us and not by a syntax error.
+-- The queries of `doctor`. Each is a separate statement, so that a refused one costs only one line of the report. Each
+-- also runs on PostgreSQL 10, so that `doctor` reports a server that is too old, instead of a syntax error.
 
 -- name: doctor_settings
--- Values and where each one comes from. A setting that this server does not know is simply absent.
+-- Values and the source of each. A setting that this server does not have is missing from the result.
 SELECT name, setting, unit, source
 FROM pg_settings
 WHERE name IN ('statement_timeout', 'lock_timeout', 'idle_in_transaction_session_timeout', 'idle_session_timeout',
@@ -11,8 +11,8 @@ WHERE name IN ('statement_timeout', 'lock_timeout', 'idle_in_transaction_session
                'reserved_connections', 'max_locks_per_transaction', 'max_prepared_transactions')
 
 -- name: doctor_connections
--- Connections in use, and the limits of role and database. pg_stat_database is open to everybody, where
--- pg_stat_activity hides what kind of process another role's row is. (-1 is no limit.)
+-- Connections in use, and the limits of role and database. Every role may read pg_stat_database, while pg_stat_activity
+-- hides the kind of process of other roles' rows. (-1 is no limit.)
 SELECT (SELECT coalesce(sum(numbackends), 0) FROM pg_stat_database)::integer AS used,
        d.datconnlimit AS database_limit,
        (SELECT numbackends FROM pg_stat_database WHERE datid = d.oid) AS database_used,
@@ -23,11 +23,11 @@ FROM pg_database d, pg_roles r
 WHERE d.datname = current_database() AND r.rolname = current_user
 
 -- name: doctor_locks
--- Entries of the shared lock table. Fast-path locks are kept elsewhere.
+-- Entries of the shared lock table. Fast-path locks are not stored there.
 SELECT count(*)::integer AS used FROM pg_locks WHERE NOT fastpath
 
 -- name: doctor_privileges
--- What a DBA can take away. A function that this server does not have counts as not allowed.
+-- Privileges that a DBA can revoke. A function that this server does not have counts as not allowed.
 SELECT coalesce(has_function_privilege(to_regprocedure('pg_catalog.pg_try_advisory_lock(integer,integer)'), 'EXECUTE')
             AND has_function_privilege(to_regprocedure('pg_catalog.pg_advisory_lock(integer,integer)'), 'EXECUTE')
             AND has_function_privilege(to_regprocedure('pg_catalog.pg_advisory_unlock(integer,integer)'), 'EXECUTE'),
@@ -47,7 +47,7 @@ JOIN pg_namespace n ON n.oid = p.pronamespace
 WHERE n.nspname = 'pgleaderlock' AND p.proname = ANY (%(names)s)
 
 -- name: doctor_engine
--- What the server says that it is, and the families of settings that managed services add to PostgreSQL's own.
+-- The server's version text, and the prefixes of settings that managed services add to PostgreSQL's own.
 SELECT version() AS version,
        ARRAY(SELECT DISTINCT split_part(name, '.', 1) FROM pg_settings WHERE name LIKE '%%.%%' ORDER BY 1) AS families
 

@@ -1,11 +1,11 @@
 -- What a fenced transaction sends: one statement, before the caller's own.
 
 -- name: fence
--- Takes the fence, then sees to it that a writer which falls silent in its transaction is ended by the server: it would
--- hold back the next leader. A shorter limit of the caller's own stays. The mark is undone with the fence, by the end of
--- the transaction or by a rollback to an older savepoint; the server reports application_name to the client whenever it
--- changes, so that the client knows without asking. Later marks of the same transaction come behind it. CAST is written
--- out for drivers that take a double colon for a parameter of theirs.
+-- Takes the fence, and limits how long the transaction may be idle: a silent writer would hold back the next leader, so
+-- the server must end it. A shorter limit of the caller is kept. The mark in application_name is undone together with
+-- the fence, by the end of the transaction or by a rollback to an older savepoint. The server reports each change of
+-- application_name to the client, so the client notices a lost fence without asking. Later marks of the same
+-- transaction are appended. CAST is written out for drivers that take a double colon for a parameter.
 SELECT pgleaderlock.fence(
            CAST(%(role)s AS text), CAST(%(epoch)s AS bigint), CAST(%(namespace)s AS text), CAST(%(holder)s AS text)),
        CASE WHEN current_setting('idle_in_transaction_session_timeout') = '0'
@@ -19,6 +19,6 @@ SELECT pgleaderlock.fence(
                   || CAST(%(mark)s AS text), true)
 
 -- name: fence_marks
--- The marks of the fences that this transaction has, where application_name does not show them: it was set to something else,
--- or a pooler does not pass it on.
+-- The marks of this transaction's fences, for the case that application_name does not show them: somebody has changed
+-- it, or a pooler does not report it.
 SELECT current_setting('pgleaderlock.fence_marks', true)

@@ -1,10 +1,10 @@
--- Everything that a run-time role needs, and nothing more. {role} is replaced by the quoted name of the role. It reads
--- the ledger and calls functions that check who is asking; it never writes to a table, and advances no epoch by hand.
+-- The least privileges of a run-time role. {role} is replaced by the quoted name of the role. The role reads the ledger
+-- and calls functions that check the caller; it cannot write to a table, and cannot advance an epoch by hand.
 
 -- name: grants
--- Not granted: advance_epoch (an operator's remedy), what is only used inside (history, is_there, is_live, is_live_candidate,
--- request_targets, request_of_node, longest_wait_s, bump_unleased, lease_settings), and anything of the lock server's: a role that can read a lease's id
--- can act as its holder.
+-- Not granted: advance_epoch (for operators); functions that only other functions call (history, is_there, is_live,
+-- is_live_candidate, request_targets, request_of_node, longest_wait_s, bump_unleased, lease_settings); and everything
+-- of the lock server: a role that can read a lease's id can act as its holder.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
 GRANT SELECT ON
     pgleaderlock.schema_version,
@@ -53,7 +53,7 @@ GRANT EXECUTE ON FUNCTION
 TO {role}
 
 -- name: grants_reader
--- For a role that only looks: dashboards, and the commands that show something.
+-- For a role that only reads: dashboards, and the commands that show something.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
 GRANT SELECT ON
     pgleaderlock.schema_version,
@@ -68,19 +68,19 @@ GRANT SELECT ON
 TO {role}
 
 -- name: grants_fence_only
--- For a role that writes behind the fence and never leads itself.
+-- For a role that writes behind the fence but never leads.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
 GRANT SELECT (namespace, role, epoch) ON pgleaderlock.leaders TO {role};
 GRANT EXECUTE ON FUNCTION pgleaderlock.fence, pgleaderlock.fence_strictly, pgleaderlock.fence_key TO {role}
 
 -- name: grants_table_owner
--- For a role that owns tables and fences them: the functions run with its own rights, and a trigger's function must be
--- executable by the role that creates the trigger.
+-- For a role that owns tables and fences them: these functions run with the caller's privileges, and the role that
+-- creates a trigger must be allowed to execute the trigger's function.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
 GRANT EXECUTE ON FUNCTION pgleaderlock.fence_table, pgleaderlock.unfence_table, pgleaderlock.check_fence TO {role}
 
 -- name: grants_lock_server
--- For the role of `pgleaderlock serve`. It reads the locks and calls functions, and sets no token by hand.
+-- For the role of `pgleaderlock serve`. It reads the locks and calls functions; it cannot set a token by hand.
 GRANT USAGE ON SCHEMA pgleaderlock TO {role};
 GRANT SELECT ON
     pgleaderlock.schema_version,

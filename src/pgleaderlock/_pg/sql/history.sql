@@ -1,10 +1,10 @@
--- What history, status and dashboard read of the ledger: roles, candidates, nodes, terms, slots, events, requests. The right to
--- SELECT from its tables is enough. Every list is a page: at most `page_size` rows, from a place that an index finds. Ages
--- are taken from the server's clock alone. Times are shown as they are and, for programs, as milliseconds since 1970.
+-- What history, status and dashboard read of the ledger: roles, candidates, nodes, terms, slots, events, requests. They
+-- need only SELECT on its tables. Every list is a page of at most `page_size` rows, whose start an index finds. Ages
+-- come from the server's clock alone. Times are returned as timestamps and, for programs, as milliseconds since 1970.
 
 -- name: history_ledger
--- Is there a ledger, and may this role read it? From the catalogue: naming a table in a schema that a role may not use is
--- an error.
+-- Is there a ledger, and may this role read it? Read from the catalogue, because naming a table in a schema that the
+-- role may not use is an error.
 SELECT count(*) = 6 AS present,
        coalesce(bool_and(has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT')), false) AS readable,
        pg_is_in_recovery() AS in_recovery
@@ -14,11 +14,12 @@ WHERE n.nspname = 'pgleaderlock'
   AND c.relname IN ('schema_version', 'sessions', 'leaders', 'terms', 'events', 'requests')
 
 -- name: live_candidates
--- What could take over in a namespace now, one row per run of an election: heard within its own lease, not draining, not
--- ended. Two processes under one node_id are two. With `role`: those that compete for it. Every view that shows candidates
--- includes this, so that all of them agree. `wants`: the roles that it competes for; NULL if it has not said (a library of
--- version 4), and then it counts for every role. No limit: each row has a connection of its own. (`status` shows it for a
--- ledger of version 2 as well, which has neither `draining` nor `wants`: hence the detour by JSON.)
+-- The candidates of a namespace, one row per run of an election: heard within its own lease, not draining, not ended.
+-- Two processes with one node_id are two candidates. With `role`: those that compete for that role. Every view that
+-- shows candidates includes this statement, so that all of them agree. `wants`: the roles that the candidate competes
+-- for; NULL if it has not declared any (a library of version 4), and then it counts for every role. There is no limit,
+-- because each row has its own connection. (`status` also reads ledgers of version 2, which have neither `draining` nor
+-- `wants`: hence the access through JSON.)
 SELECT * FROM (
     SELECT DISTINCT ON (s.node_id, s.instance) s.node_id, s.holder_identity, s.last_heartbeat,
            extract(epoch FROM clock_timestamp() - s.last_heartbeat)::float8 AS heartbeat_age_s,
@@ -32,8 +33,8 @@ SELECT * FROM (
 WHERE %(role)s::text IS NULL OR coalesce(live.wants ? %(role)s, true)
 
 -- name: role_forgotten
--- Has an operator forgotten the role of the row `l`, and has nobody led it since? A role that is led is not forgotten. A
--- ledger of version 4 does not have the column: hence the detour by JSON.
+-- Has an operator forgotten the role of the row `l`, and has no node led it since? A role that is led is not forgotten.
+-- A ledger of version 4 does not have the column: hence the access through JSON.
 SELECT CASE WHEN to_jsonb(l) ->> 'forgotten_epoch' IS NULL THEN false
             ELSE (to_jsonb(l) ->> 'forgotten_epoch')::bigint >= (
                      SELECT coalesce(max(o.epoch), 0) FROM pgleaderlock.terms o
@@ -44,9 +45,9 @@ SELECT CASE WHEN to_jsonb(l) ->> 'forgotten_epoch' IS NULL THEN false
                        AND clock_timestamp() - s.last_heartbeat <= make_interval(secs => s.lease_s)) END AS forgotten
 
 -- name: term_gate
--- What the ledger knows of the gate of the term `t`. A ledger of version 4 has none of these columns: hence the detour by
--- JSON. From when to when it could act: of a gate of which nothing is known, as long as its term lasted. `acts_to` is NULL
--- while it can, and of a term that never could.
+-- What the ledger has recorded of the gate of the term `t`. A ledger of version 4 has none of these columns: hence the
+-- access through JSON. The time in which the leader could act is that of the gate; if nothing is recorded of the gate,
+-- it is the whole term. `acts_to` is NULL while the leader can act, and if it never could.
 SELECT x.gate, x.opened_at, x.shut_at, x.opens_at, x.in_flight, x.work_failed, x.gaps,
        CASE WHEN x.gate IS NULL THEN t.began_at ELSE x.opened_at END AS acts_from,
        CASE WHEN x.gate IS NULL THEN t.ended_at
@@ -58,10 +59,10 @@ FROM jsonb_to_record(to_jsonb(t)) AS x (
     gaps jsonb)
 
 -- name: history_roles
--- One page of the roles by name, or one of them, each with its state. This is the one place that decides which state a
--- role is in: whatever shows one reads it here. A page leaves out what was forgotten, unless that is asked for. The
--- last term of each and the one before are two steps in the index of terms. A leader of version 4 says nothing of its
--- gate: then a wait is derived from the term before.
+-- One page of the roles by name, or a single role, each with its state. The state of a role is decided here and nowhere
+-- else; everything that shows a state reads it from this statement. A page leaves out forgotten roles, unless they are
+-- asked for. The last term of each role and the one before are two steps in the index of terms. A leader of version 4
+-- does not report its gate: then its wait is derived from the term before.
 WITH page AS MATERIALIZED (
     SELECT l.namespace, l.role, l.epoch, l.session_id, l.ended, l.wait_t, l.acquired_at, f.forgotten
     FROM pgleaderlock.leaders l
@@ -111,7 +112,7 @@ FROM (
            s.session_id IS NOT NULL AS led,
            s.session_id IS NOT NULL AND c.now - s.last_heartbeat <= make_interval(secs => s.lease_s) AS live,
            s.node_id, s.holder_identity, s.gate_s, s.lease_s, s.last_heartbeat,
-           -- A ledger of version 4 has no leases: hence the detour by JSON.
+           -- A ledger of version 4 has no leases: hence the access through JSON.
            CASE WHEN s.session_id IS NOT NULL THEN coalesce(to_jsonb(s) ->> 'hold', 'session') END AS hold,
            CASE WHEN s.session_id IS NOT NULL THEN l.acquired_at END AS acquired_at,
            CASE WHEN s.session_id IS NOT NULL THEN extract(epoch FROM c.now - l.acquired_at)::float8 END AS tenure_s,
@@ -157,9 +158,10 @@ LEFT JOIN wanted w ON w.role = x.role
 ORDER BY x.role
 
 -- name: history_nodes
--- One page of sessions, by node: those that live or lead by the ledger, and the last one of each node that was heard
--- lately. There are few: a session that was silent for a week is deleted. `name_shared`: several that live have this
--- node_id at the same time, since one was heard after a newer one had begun; a node that was restarted is none of them.
+-- One page of sessions, by node: those that live or lead according to the ledger, and the last session of each node
+-- that was heard lately. There are few, because a session that was silent for a week is deleted. `name_shared`: several
+-- live sessions have this node_id at the same time, because an older one was heard after a newer one had begun. A
+-- restarted node does not count as such.
 SELECT y.* FROM (
 SELECT x.*,
        x.live AND bool_or(x.live AND x.started_at < x.newest_at AND x.last_heartbeat > x.newest_at)
@@ -193,10 +195,10 @@ ORDER BY y.node_id, y.session_id
 LIMIT %(page_size)s
 
 -- name: history_terms
--- One page of a role's terms, the newest first, each with the last one before it that could act, and, of a term that is
--- open, what is known about its session. `failover_s` is counted from the last moment at which somebody could act to the
--- next; of a leader that still waits, up to now. Terms follow each other in time as their epochs do, so a page that
--- `since_s` cuts short is the last.
+-- One page of a role's terms, newest first, each with the last term before it in which a leader could act and, for an
+-- open term, what is known about its session. `failover_s` is the time from the last moment at which a leader could act
+-- to the next such moment, or up to now while the leader still waits. Terms are in the order of their epochs, so a page
+-- that `since_s` cuts short is the last one.
 SELECT t.namespace, t.role, t.epoch, t.node_id, t.holder_identity, t.began_at, t.ended_at, t.reason,
        extract(epoch FROM coalesce(t.ended_at, clock_timestamp()) - t.began_at)::float8 AS lasted_s,
        g.opened_at, g.shut_at,
@@ -251,15 +253,15 @@ WHERE t.ended_at IS NULL OR t.ended_at >= clock_timestamp() - make_interval(secs
 ORDER BY t.epoch DESC
 
 -- name: history_slots_readable
--- A ledger of version 4 has no slots, and a role that could read that one may not be allowed to read them.
+-- A ledger of version 4 has no slots, and a role with the privileges for that version may not be allowed to read slots.
 SELECT count(*) = 1 AS present, coalesce(bool_and(has_table_privilege(c.oid, 'SELECT')), false) AS readable
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = 'pgleaderlock' AND c.relname = 'slots'
 
 -- name: history_slots
--- The newest slots of a name; without one, the newest slot of each name, by a loose scan of the index: one step per name,
--- however many slots each has. A slot without an outcome runs as long as its runner leads in a session that lives.
+-- The newest slots of a name; without a name, the newest slot of each, by a loose index scan: one step per name,
+-- however many slots each has. A slot without an outcome is running as long as its runner leads in a live session.
 WITH RECURSIVE names AS (
     (SELECT s.name FROM pgleaderlock.slots s
      WHERE s.namespace = %(namespace)s AND (%(slot_name)s::text IS NULL OR s.name = %(slot_name)s)
@@ -294,8 +296,9 @@ LIMIT %(page_size)s
 SELECT clock_timestamp() AS now
 
 -- name: history_changed_roles
--- The roles with a term that has ended lately, or one of them; and those whose leader was not heard within its lease: if
--- no node is left, nobody ends its term. Reads all terms of the namespace once: one query instead of one per role.
+-- The roles (or one role) with a term that has ended lately, and the roles whose leader was not heard within its lease:
+-- if no other node is left, its term stays open. Reads all terms of the namespace in one query, instead of one per
+-- role.
 SELECT t.role, coalesce(f.forgotten, false) AS forgotten
 FROM (
     SELECT o.role FROM pgleaderlock.terms o
@@ -314,7 +317,7 @@ LEFT JOIN LATERAL (
 ORDER BY t.role
 
 -- name: history_events_before
--- One page of events, the newest first.
+-- One page of events, newest first.
 SELECT e.event_id, e.at, e.kind, e.namespace, e.role, e.node_id, e.epoch, e.detail,
        (extract(epoch FROM e.at) * 1000)::bigint AS at_ms, extract(epoch FROM clock_timestamp() - e.at)::float8 AS age_s
 FROM pgleaderlock.events e
@@ -326,7 +329,7 @@ ORDER BY e.event_id DESC
 LIMIT %(page_size)s
 
 -- name: history_events_after
--- One page of events, the oldest first.
+-- One page of events, oldest first.
 SELECT e.event_id, e.at, e.kind, e.namespace, e.role, e.node_id, e.epoch, e.detail,
        (extract(epoch FROM e.at) * 1000)::bigint AS at_ms, extract(epoch FROM clock_timestamp() - e.at)::float8 AS age_s
 FROM pgleaderlock.events e
@@ -337,7 +340,8 @@ ORDER BY e.event_id
 LIMIT %(page_size)s
 
 -- name: history_settled_event
--- Numbers are given out before the commit: below the last event of a minute ago none will appear any more.
+-- The last event_id of a minute ago. Ids are assigned before the commit, so events may appear out of order; but below
+-- this id, no new one will appear.
 SELECT coalesce(max(e.event_id), 0) AS event_id FROM pgleaderlock.events e
 WHERE e.at < clock_timestamp() - make_interval(secs => %(late_s)s)
 
@@ -348,8 +352,8 @@ FROM pgleaderlock.requests r
 WHERE r.request_id = %(request_id)s
 
 -- name: history_namespaces
--- A loose scan of the key: one step of the index per namespace, however many roles each has. Namespaces of slots are told
--- from those of roles by what their names end with.
+-- A loose index scan: one step per namespace, however many roles each has. Namespaces of slots are recognised by the
+-- end of their names.
 WITH RECURSIVE found AS (
     (SELECT l.namespace FROM pgleaderlock.leaders l ORDER BY l.namespace LIMIT 1)
     UNION ALL

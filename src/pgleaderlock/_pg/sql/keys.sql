@@ -1,8 +1,9 @@
--- What `keys` prints for people to paste. It is filled in as text, not by the driver: both values are integers.
+-- The query that `keys` prints for people to paste. The values are filled in as text, not by the driver: both are
+-- integers.
 
 -- name: keys_find
--- Who holds it. pg_locks shows the two keys as unsigned numbers, marks the pair space by objsubid 2, and lists the locks
--- of every database. No line is longer than 60 characters: it is read in a terminal.
+-- The holder of a lock. pg_locks shows the two keys as unsigned numbers, marks the key space of pairs by objsubid 2,
+-- and lists the locks of every database. No line is longer than 60 characters, for narrow terminals.
 SELECT l.pid, a.application_name, a.client_addr,
        a.backend_start
 FROM pg_locks l

@@ -1,5 +1,5 @@
--- The statements of a lease that a session has not. What it writes is sent between lease_begin and lease_done, as one
--- simple-query message, which is one transaction; the statements in between are those of a session, in ledger.sql.
+-- The statements that only a lease has. Each write is sent between lease_begin and lease_done, as one simple-query
+-- message, which is one transaction. The other statements in between are those of a session, in ledger.sql.
 
 -- name: lease_begin
 SELECT pgleaderlock.lease_begin(%(session_id)s, %(key)s::uuid, %(number)s)
@@ -8,21 +8,21 @@ SELECT pgleaderlock.lease_begin(%(session_id)s, %(key)s::uuid, %(number)s)
 SELECT pgleaderlock.lease_done(%(session_id)s, %(key)s::uuid)
 
 -- name: lease_end_silent
--- Before the locks and the bump, in the same message: the roles of these are free then.
+-- Sent before lease_lock and the bump, in the same message: it frees the roles of these leases.
 SELECT pgleaderlock.end_silent_leases(%(session_id)s, %(silent)s::bigint[], %(beats)s::bigint[]) AS session_id
 
 -- name: lease_lock
--- In a statement of its own, before the one that reads the predecessor: its snapshot is older than the grant.
+-- A separate statement before the one that reads the predecessor, because its snapshot is older than the grant.
 SELECT pgleaderlock.lease_lock(%(session_id)s, %(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[])
 
 -- name: lease_ended
--- Which of these terms this lease has ended: by an earlier message, perhaps, whose answer was lost.
+-- Which of these terms this lease has ended, perhaps by an earlier message whose answer was lost.
 SELECT t.role FROM pgleaderlock.terms t
 JOIN unnest(%(roles)s::text[], %(epochs)s::bigint[]) AS a (role, epoch) ON a.role = t.role AND a.epoch = t.epoch
 WHERE t.session_id = %(session_id)s AND t.ended_at IS NOT NULL AND t.reason = %(reason)s
 
 -- name: lease_heartbeat
--- Never prepared: the next one may run on another backend.
+-- Never prepared: the next heartbeat may run on another backend.
 SELECT beat, roles, epochs, settled, requests, version
 FROM pgleaderlock.heartbeat(%(session_id)s, %(settled)s::text[], %(draining)s::boolean)
 
@@ -33,7 +33,7 @@ FROM pgleaderlock.lease_open(
     %(holder_identity)s, %(gate_s)s, %(lease_s)s, %(candidate)s, %(library_version)s, %(draining)s)
 
 -- name: lease_look
--- A look and nothing else, in the rows of ledger_try_and_look: what it shows is read again by the message that takes.
+-- A look without a try, with the same rows as ledger_try_and_look. The message that takes a role reads all of it again.
 WITH reserved AS MATERIALIZED (
     SELECT DISTINCT r.role FROM pgleaderlock.requests r
     WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s

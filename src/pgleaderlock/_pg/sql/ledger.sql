@@ -1,14 +1,15 @@
--- The statements of an election's session. Each is one simple-query message. Locks are held twice, as in lock.sql.
+-- The statements of an election's session. Each is one simple-query message. Each lock is taken twice, as in lock.sql.
 
 -- name: ledger_version
--- Which version the ledger has; an error about a missing schema or table means that there is none.
+-- The version of the ledger. An error about a missing schema or table means that there is no ledger.
 SELECT max(version) AS version FROM pgleaderlock.schema_version
 
 -- name: ledger_open
--- Records this session, in one statement: a node is never half described. Commits of the ledger must be on disk before they
--- are acknowledged: with synchronous_commit off, an epoch that had been handed out was issued again after a crash. Set in
--- any case: what a session has not set for itself changes under it when the server's files are read again. The number of
--- the session is a setting of its backend too: the heartbeat asks for it, and no other backend has it.
+-- Records this session in one statement, so that its description is complete or absent. Commits of the ledger must be
+-- on disk before they are acknowledged: with synchronous_commit off, the same epoch was issued again after a crash. It
+-- is set even if it has the right value, because a setting that the session has not set itself can change when the
+-- server reloads its configuration. The session's number is also set on its backend: the heartbeat checks it, and no
+-- other backend has it.
 SELECT o.session_id, o.system_identifier, o.timeline, d AS described,
        set_config('pgleaderlock.session', o.session_id::text, false) AS marked,
        CASE WHEN current_setting('synchronous_commit') = 'off'
@@ -21,11 +22,11 @@ FROM pgleaderlock.open_session(
     LATERAL pgleaderlock.describe_session(o.session_id, %(draining)s, %(balance)s) d
 
 -- name: ledger_prepare_heartbeat
--- Once per session: planned anew each time, a heartbeat that proves leadership would cost a tenth more. A standby refuses
--- its write, and the function refuses a backend with another pid than the recorded one.
--- `proven`: does the backend that recorded this session answer, and does it still hold the lock of one role (NULL: it
--- leads none)? Not of all: asked for a thousand, it would cost half a heartbeat more. What makes a backend lose locks that
--- we have not released (DISCARD ALL, pg_advisory_unlock_all) takes all of them, and each heartbeat asks for the next one.
+-- Prepared once per session: planning it at each heartbeat would cost a tenth more. A standby refuses the write, and
+-- the function refuses a backend with another pid than the recorded one. `proven`: is this the backend that recorded
+-- the session, and does it still hold the lock of one role (NULL: it leads none)? Checking all locks would make the
+-- heartbeat of a thousand roles half as expensive again. One is enough: whatever makes a backend lose locks that we
+-- have not released (DISCARD ALL, pg_advisory_unlock_all) takes all of them. Each heartbeat checks the next role.
 PREPARE pgleaderlock_heartbeat (bigint, text[], boolean, integer, integer) AS
 SELECT beat, roles, epochs, settled, requests, version,
        CASE WHEN current_setting('pgleaderlock.session', true) = $1::text
@@ -39,15 +40,15 @@ SELECT true AS prepared
 EXECUTE pgleaderlock_heartbeat (%(session_id)s, %(settled)s, %(draining)s, %(key1)s, %(key2)s)
 
 -- name: ledger_try_and_look
--- One statement for all tries of a tick, and a look at who holds the rest. What is read here may be older than a grant
--- of the same statement, so it never serves as the predecessor: that is read by the bump, a later statement. As a look
--- it is safe: what it shows had been committed before the reply came. The try is evaluated once per row, never in a WHERE.
--- Here and in the next two there is one row for all roles of one holder that share their marks, with the place of each
--- role among those asked for, and its epoch, as text: of a thousand roles there are few holders, a long reply costs a
--- standby more than all the rest, and one that reads like the last one need not be read. `marks` are 1 for a granted lock,
--- 2 for a term that has ended (or never was), 4 for what is left to another node, 8 for what is left to us.
--- What was given up for another node is left to it for a moment. One that does not see the reservation yet (its snapshot
--- is older) may win all the same: a preference, and no promise.
+-- All tries of a tick in one statement, with a look at the holders of the rest. The rows may be older than a grant of
+-- the same statement, so they never serve as the predecessor: the bump, a later statement, reads that. As a look they
+-- are safe: what they show was committed before the reply came. The try is evaluated once per row, never in a WHERE.
+-- Here, in the next statement and in lease_look, one row covers all roles of one holder with the same marks. It has, as
+-- text, the place of each role among those asked for and its epoch: a thousand roles have few holders, a long reply
+-- costs a standby more than all the rest, and a row that equals the last one need not be parsed. `marks`: 1 for a
+-- granted lock, 2 for a term that has ended (or never was), 4 for a role reserved for another node, 8 for a role
+-- reserved for us. A role that was given up for another node is left to that node for a moment. A node whose snapshot
+-- is older than the reservation may win it anyway: the reservation is a preference, not a promise.
 WITH reserved AS MATERIALIZED (
     SELECT DISTINCT r.role FROM pgleaderlock.requests r
     WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s
@@ -73,9 +74,9 @@ FROM looked t
 LEFT JOIN pgleaderlock.sessions s ON s.session_id = t.session_id
 
 -- name: ledger_try_and_look_closely
--- The same for a node that balances. It tries only what it knows to be free, so it must see more: whether the backend of a
--- recorded holder is gone, though its record says otherwise (a lease, which has none, goes by its record); and whether a role
--- was given up for this very node.
+-- The same for a node that balances. Such a node tries only roles that it knows to be free, so it must see more:
+-- whether the backend of a recorded holder is gone although its record is open (a lease has no backend: its record
+-- counts), and whether a role was given up for this node.
 WITH reserved AS MATERIALIZED (
     SELECT r.role, bool_and(r.to_node_id = %(node_id)s) AS for_us FROM pgleaderlock.requests r
     WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id IS NOT NULL
@@ -107,8 +108,9 @@ FROM looked t
 LEFT JOIN pgleaderlock.sessions s ON s.session_id = t.session_id
 
 -- name: ledger_members
--- Who shares the roles of this namespace out: candidates that balance and are not drained, by their record and their
--- backend. Whether a beat is new is for the caller's own clock. `moving`: a role is on its way to a certain node.
+-- The nodes that share the roles of this namespace: candidates that balance and are not drained, with an open record
+-- and a live backend. The caller judges by its own clock whether a beat is new. `moving`: some role is being moved to a
+-- node.
 SELECT s.session_id, s.node_id, s.beat, s.lease_s,
        EXISTS (SELECT FROM pgleaderlock.requests r
                WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.kind = 'step_down' AND r.to_node_id IS NOT NULL
@@ -121,8 +123,8 @@ WHERE s.namespace = %(namespace)s AND s.ended_at IS NULL AND s.candidate AND s.b
                 AND (a.backend_start IS NULL OR a.backend_start = s.backend_start))
 
 -- name: ledger_namesakes
--- Processes that live under this session's node_id: heard since this session began, so that what an earlier run of this
--- node has left behind is none of them.
+-- Other live processes with this session's node_id: heard since this session began, which leaves out the record of an
+-- earlier run of this node.
 SELECT o.host, o.os_pid
 FROM pgleaderlock.sessions me
 JOIN pgleaderlock.sessions o ON o.namespace = me.namespace AND o.node_id = me.node_id
@@ -143,26 +145,27 @@ SELECT end_term AS role FROM pgleaderlock.end_term(
     %(session_id)s, %(roles)s::text[], %(epochs)s::bigint[], %(clean)s::boolean[], %(reason)s)
 
 -- name: ledger_unlock
--- After the end of the term has been committed.
+-- Sent after the end of the term has been committed.
 SELECT a.role, CASE WHEN pg_advisory_unlock(a.key1, a.key2)
                     THEN pg_advisory_unlock(a.key1, a.key2) ELSE false END AS unlocked
 FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[]) AS a (role, key1, key2)
 
 -- name: ledger_hint
--- Wakes the others; sent after a decision and never with one. It may fail: a full queue refuses it at its commit. It must
--- not block either: commits that notify queue up behind each other, in all databases of the server, so this one waits for
--- its turn only briefly, and neither for the disk nor for a standby while it has it.
+-- Wakes the other nodes. It is sent after a decision, never in the same transaction, because it may fail: a full
+-- notification queue refuses it at its commit. It must not block: the commits of notifying transactions run one at a
+-- time in the whole server. So this one waits for its turn only briefly and, when it has its turn, neither for the disk
+-- nor for a standby.
 SELECT set_config('lock_timeout', '50ms', true), set_config('synchronous_commit', 'off', true),
        pg_notify(%(channel)s, %(hint)s)
 
 -- name: ledger_owned
--- Which roles this session still leads by the ledger: asked when a beat's sum does not agree.
+-- The roles that this session still leads according to the ledger. Asked when the sum in a heartbeat's answer differs.
 SELECT role, epoch FROM pgleaderlock.leaders WHERE session_id = %(session_id)s AND NOT ended
 
 -- name: ledger_evict
--- Ends exactly the recorded session: its pid, its start, its database, only of this database role, and only one that was
--- recorded in this history of the database. A dump that was restored beside its original has the original's records. (Rows
--- from before version 4 have no history.)
+-- Ends exactly the recorded session: same pid, start time and database, of this database role only, and only if it was
+-- recorded in this history of the database, because a dump restored beside its original has the original's records.
+-- (Rows from before version 4 have no history.)
 SELECT pg_terminate_backend(a.pid, %(wait_ms)s) AS ended
 FROM pgleaderlock.sessions s, pg_stat_get_activity(s.backend_pid) a
 WHERE s.session_id = %(evicted_session_id)s AND s.ended_at IS NULL
@@ -180,7 +183,7 @@ SELECT pgleaderlock.settle_request(%(session_id)s, a.request_id, a.outcome, a.de
 FROM unnest(%(request_ids)s::bigint[], %(outcomes)s::text[], %(details)s::text[]) AS a (request_id, outcome, detail)
 
 -- name: ledger_work_timeout
--- How long a drain waits for the work. A ledger of version 4 does not have the column: hence the detour by JSON.
+-- How long a drain waits for the work. A ledger of version 4 does not have the column: hence the access through JSON.
 SELECT (to_jsonb(r) ->> 'work_timeout_s')::float8 AS work_timeout_s FROM pgleaderlock.requests r
 WHERE r.request_id = %(request_id)s
 

@@ -1,10 +1,10 @@
 -- The statements of the lock server's store. Each is one simple-query message and one transaction.
 
 -- name: locks_set_up
--- A grant must be on disk before it is acknowledged, whatever the default: with synchronous_commit off, a token that had
--- been handed out was issued again after a crash. Set in any case: what a session has not set for itself changes under it
--- when the server's files are read again. Names are UTF-8, whatever the database's own encoding. The rest keeps plans that
--- were made when the tables were empty from reading all of a large one.
+-- A grant must be on disk before it is acknowledged, whatever the default: with synchronous_commit off, the same token
+-- was issued again after a crash. It is set even if it has the right value, because a setting that the session has not
+-- set itself can change when the server reloads its configuration. Names are UTF-8, whatever the encoding of the
+-- database. The other settings keep plans made for empty tables from scanning large ones.
 SELECT CASE WHEN current_setting('synchronous_commit') = 'off'
             THEN set_config('synchronous_commit', 'on', false)
             ELSE set_config('synchronous_commit', current_setting('synchronous_commit'), false) END AS durable,
@@ -13,16 +13,16 @@ SELECT CASE WHEN current_setting('synchronous_commit') = 'off'
        set_config('jit', 'off', false) AS jit
 
 -- name: locks_store_id
--- Which store this is: it is new with a new cluster, a new database and new tables, and stays through a failover.
+-- The store id: it changes with a new cluster, a new database or new tables, and stays the same through a failover.
 SELECT left(md5(concat_ws('/', c.system_identifier, d.oid, 'pgleaderlock.lock_tokens'::regclass::oid)), 16) AS store_id
 FROM pg_control_system() c, pg_database d WHERE d.datname = current_database()
 
 -- name: locks_apply
--- `hints`: whom to wake afterwards (see locks_hint). The function has run when its first row is looked at.
--- `remaining_ms` of a lease is rounded down. `reused`: what the lease in the way was asked for with, if it has the key of
--- this acquire and was asked for otherwise. A key is stored with its ttl_ms, after a blank (see stored_key). Owner and key
--- are of one version of the row: one who repeats a request is never told that it was another. The function's name comes
--- first, because pg_stat_activity cuts off the end.
+-- `hints`: the servers to wake afterwards (see locks_hint). The function has run by the time its first row is read.
+-- `remaining_ms` of a lease is rounded down. `reused`: set if the lease in the way has the idempotency key of this
+-- acquire, but was asked for with another owner_id or ttl_ms; it names which. A key is stored with its ttl_ms, after a
+-- blank (see stored_key). Owner and key are read from one version of the row, so a client that repeats its own request
+-- never gets `reused`. The function's name comes first, because pg_stat_activity cuts off the end.
 WITH lock_apply_asked AS MATERIALIZED (SELECT %(operations)s::jsonb AS operations)
 SELECT n, outcome, owner_id, lease_id, fencing_token, expiry_ms,
        CASE WHEN outcome IN ('granted', 'replayed')
@@ -38,15 +38,15 @@ SELECT n, outcome, owner_id, lease_id, fencing_token, expiry_ms,
 FROM lock_apply_asked, pgleaderlock.lock_apply(%(server_id)s, operations, %(room)s)
 
 -- name: locks_has_key
--- Whether a lock's lease is good and was asked for with this key.
+-- Whether a lock's lease is valid and was acquired with this idempotency key.
 SELECT EXISTS (SELECT FROM pgleaderlock.lock_leases l
                WHERE l.lock_name = %(lock_name)s AND l.lease_expiry > clock_timestamp()
                  AND split_part(l.idempotency_key, ' ', 1) = %(key)s) AS has_key
 
 -- name: locks_hint
--- Wakes the servers that have the first waiters of these locks; sent after a decision and never with one. It may fail, and
--- waits neither long for its turn nor for the disk (see ledger_hint). A payload has less than 8000 bytes; without one the
--- server looks at everything.
+-- Wakes the servers that have the first waiters of these locks. It is sent after a decision, never in the same
+-- transaction. It may fail, waits only briefly for its turn, and never for the disk (see ledger_hint). A payload must
+-- be shorter than 8000 bytes; with an empty one, the server looks at all of its waiters.
 SELECT set_config('lock_timeout', '50ms', true), set_config('synchronous_commit', 'off', true),
        count(pg_notify('pgleaderlock_locks_' || h.server_id,
                        CASE WHEN octet_length(h.lock_name) < 7000 THEN h.lock_name ELSE '' END))
@@ -68,13 +68,13 @@ SELECT expired, pruned, more, current_setting('pgleaderlock.hints', true) AS hin
 FROM pgleaderlock.lock_sweep(%(step)s, %(free_kept_s)s)
 
 -- name: locks_count
--- The locks that are held or have been lately, and those that are held.
+-- The number of locks stored (held, or held lately), and of those held now.
 SELECT count(*) AS stored, count(*) FILTER (WHERE lease_expiry > clock_timestamp()) AS held FROM pgleaderlock.lock_leases
 
 -- name: locks_adopt
--- Takes over locks that another server has had. Only the owner of these tables may write to them without a function. A
--- token that is known here is never lowered, and a lease comes with a token that is new here, or not at all: so a second
--- call changes nothing.
+-- Takes over the locks of another server. Only the owner of these tables may write to them without a function. A token
+-- that is stored here is never lowered, and a lease is taken over only if its token is new here: so a second call
+-- changes nothing.
 WITH found AS MATERIALIZED (
     SELECT f.* FROM jsonb_to_recordset(%(locks)s) AS f (lock_name text, fencing_token bigint, version bigint,
                                                         owner_id text, lease_id text, remaining_ms bigint)
@@ -101,7 +101,7 @@ WITH found AS MATERIALIZED (
 SELECT count(*) AS adopted FROM risen
 
 -- name: locks_get
--- One row, whether the lock is known or not.
+-- Returns one row, whether the lock is stored or not.
 SELECT asked.lock_name, coalesce(l.lease_expiry > moment.at, false) AS held, l.owner_id, l.lease_id,
        coalesce(t.last_token, 0) AS fencing_token, trunc(extract(epoch FROM l.lease_expiry) * 1000)::bigint AS expiry_ms,
        coalesce(l.version, t.version, 0) AS version,
@@ -113,7 +113,7 @@ LEFT JOIN pgleaderlock.lock_leases l ON l.lock_name = asked.lock_name
 LEFT JOIN pgleaderlock.lock_tokens t ON t.lock_name = asked.lock_name
 
 -- name: locks_list
--- In the order of the index, which is that of code points. The pattern is a constant here, so the index bounds it.
+-- Sorted as in the index, by code points. The pattern is a constant in the statement, so it becomes an index range.
 SELECT t.lock_name, coalesce(l.lease_expiry > moment.at, false) AS held, l.owner_id, l.lease_id,
        t.last_token AS fencing_token, trunc(extract(epoch FROM l.lease_expiry) * 1000)::bigint AS expiry_ms,
        coalesce(l.version, t.version) AS version,

@@ -1,7 +1,7 @@
--- What `migrate` asks and does around the migrations, which are whole files of their own in migrations/.
+-- What `migrate` reads and does around the migrations, which are files in migrations/.
 
 -- name: migrate_look
--- Where we are, and what we may do. The catalogs are open to everybody, so a plain role gets an answer here too.
+-- The server, and the privileges of this role. Every role may read the catalogs, so this works for a plain role too.
 SELECT pg_is_in_recovery() AS in_recovery,
        current_user::text AS role,
        current_database()::text AS database,
@@ -13,11 +13,12 @@ SELECT pg_is_in_recovery() AS in_recovery,
 FROM (SELECT 1) AS always LEFT JOIN pg_namespace n ON n.nspname = 'pgleaderlock'
 
 -- name: migrate_lock
--- One migration at a time; the lock ends with the transaction. What is read after it is what the others have committed.
+-- One migration at a time; the lock ends with the transaction. Statements after it see what earlier migrations
+-- committed.
 SELECT set_config('lock_timeout', '60s', true), pg_advisory_xact_lock(%(key1)s, %(key2)s)
 
 -- name: epoch_patience
--- A fenced transaction that does not end would keep the next statement waiting without end.
+-- A fenced transaction that does not end would otherwise block the next statement without limit.
 SELECT set_config('lock_timeout', '10s', true)
 
 -- name: epoch_advance

@@ -1,15 +1,15 @@
--- What `once` asks and tells the ledger. Each is one statement in autocommit, on a plain connection of its own.
+-- The statements of `once`. Each runs in autocommit mode on a plain connection.
 
 -- name: slot_tick
--- In which tick the database's clock stands. Whoever comes a little early means the tick that is about to begin. A slot is
--- called by the beginning of its tick, in UTC: local times are not unique.
+-- The current tick by the database's clock. A caller that comes a little early gets the tick that is about to begin. A
+-- slot is named after the beginning of its tick, in UTC, because local times are not unique.
 SELECT to_char(t.begins AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"') AS slot,
        extract(epoch FROM t.ends - clock_timestamp())::float8 AS left_s
 FROM pgleaderlock.tick_of(
     clock_timestamp() + %(early_s)s * interval '1 second', %(every_s)s * interval '1 second', %(time_zone)s) t
 
 -- name: slot_look
--- How a slot stands: NULL if it was not begun yet.
+-- The state of a slot: NULL if it was not begun yet.
 SELECT (SELECT coalesce(s.outcome, 'claimed') FROM pgleaderlock.slots s
         WHERE s.namespace = %(namespace)s AND s.name = %(slot_name)s AND s.slot = %(slot)s) AS outcome
 

@@ -1,17 +1,17 @@
--- What the SQLite store of the lock server sends. Parameters are numbered: the driver takes a tuple.
--- `run` numbers the openings of the file. A row of an earlier run counts for its full ttl_ms from the start of this one,
--- because the clock of that run is gone and the wall clock proves nothing.
+-- The statements of the lock server's SQLite store. Parameters are numbered: the driver takes a tuple.
+-- `run` counts how often the file was opened. A lease of an earlier run is valid for its full ttl_ms from the start of
+-- this run, because the clock of that run is gone and the wall clock cannot be trusted.
 
 -- name: sqlite_empty
--- Whether the file is new: nothing has been made in it.
+-- Whether the file is new, without any table.
 SELECT count(*) = 0 FROM sqlite_schema
 
 -- name: sqlite_schema
 -- locks: owner_id is NULL when the lock is free. fencing_token is the highest that was ever granted. deadline_ns is on
--- the boot-time clock of `run`: when the lease ends or, of a free lock, when it ended. lease_expiry_ns is Unix time,
+-- the boot-time clock of `run`: when the lease ends or, for a free lock, when it ended. lease_expiry_ns is Unix time,
 -- for people. There is no index beside the key: it would make every grant of many locks half as fast again, and only
 -- the sweep would use it.
--- tokens: what outlives a lock's row. The trigger files it whoever deletes the row, this program or a person.
+-- tokens: what outlives a lock's row. The trigger saves it when the row is deleted, by this program or by a person.
 CREATE TABLE locks (
     lock_name TEXT PRIMARY KEY,
     owner_id TEXT,
@@ -56,25 +56,25 @@ SELECT value FROM meta WHERE name = ?1
 UPDATE meta SET value = value + 1 WHERE name = 'run'
 
 -- name: sqlite_end_run
--- The last thing that a run writes. A copy that was made while it ran does not say so.
+-- The last write of a run. A copy of the file that was made during the run does not have it.
 INSERT INTO meta (name, value) VALUES ('ended', ?1)
 ON CONFLICT (name) DO UPDATE SET value = excluded.value
 
 -- name: sqlite_set_store_id
--- Made once for each store, and never changed: which store this is.
+-- The store id, set once for each store and never changed.
 INSERT INTO meta (name, value) VALUES ('store_id', ?1) ON CONFLICT DO NOTHING
 
 -- name: sqlite_raise_floor
--- Every token is above the floor. It is raised when grants may have been lost (see the mark).
+-- Every new token is above the floor. The floor is raised when grants may have been lost (see the mark).
 INSERT INTO meta (name, value) VALUES ('token_floor', ?1)
 ON CONFLICT (name) DO UPDATE SET value = max(value, excluded.value)
 
 -- name: sqlite_highest_token
--- Of all locks. Reads them all: only for a file whose mark does not say.
+-- The highest token of all locks. It reads all rows, so it is only used if the mark does not have the token.
 SELECT max((SELECT coalesce(max(fencing_token), 0) FROM locks), (SELECT coalesce(max(last_token), 0) FROM tokens))
 
 -- name: sqlite_check
--- Only a write that reaches the disk proves that the next one can.
+-- A write for the health check: only a write that reaches the disk proves that the next one can.
 UPDATE meta SET value = value + 1 WHERE name = 'checks'
 
 -- name: sqlite_count
@@ -98,13 +98,13 @@ UPDATE locks SET owner_id = ?2, lease_id = ?3, fencing_token = ?4, ttl_ms = ?5, 
 WHERE lock_name = ?1
 
 -- name: sqlite_renew
--- Matches owner, lease and token, and a lease that is still good. ?5 is this run, ?6 its start, ?7 now.
+-- Matches owner, lease and token, and a lease that is still valid. ?5 is this run, ?6 its start, ?7 now.
 UPDATE locks SET ttl_ms = ?8, run = ?5, deadline_ns = ?9, lease_expiry_ns = ?10, version = version + 1
 WHERE lock_name = ?1 AND owner_id = ?2 AND lease_id = ?3 AND fencing_token = ?4
   AND CASE run WHEN ?5 THEN deadline_ns ELSE ?6 + ttl_ms * 1000000 END > ?7
 
 -- name: sqlite_release
--- As sqlite_renew; the row stays, free since now.
+-- Matches like sqlite_renew. The row stays, as a lock that is free from now on.
 UPDATE locks SET owner_id = NULL, lease_id = NULL, run = ?5, deadline_ns = ?7, version = version + 1,
                  idempotency_key = NULL
 WHERE lock_name = ?1 AND owner_id = ?2 AND lease_id = ?3 AND fencing_token = ?4
@@ -119,17 +119,18 @@ WHERE lock_name = ?1 AND owner_id IS NOT NULL
 INSERT INTO breaks (broken_ns, lock_name, broken_by, owner_id, lease_id, fencing_token) VALUES (?1, ?2, ?3, ?4, ?5, ?6)
 
 -- name: sqlite_forget_breaks
--- Keeps the last ?1 only.
+-- Keeps the last ?1 breaks only.
 DELETE FROM breaks WHERE break_id <= (SELECT max(break_id) FROM breaks) - ?1
 
 -- name: sqlite_adopt_token
--- Of a lock that another server has had: nothing is granted here below its last token.
+-- The last token of a lock of another server: no lower token is granted here.
 INSERT INTO tokens (lock_name, last_token, version) VALUES (?1, ?2, ?3)
 ON CONFLICT (lock_name) DO UPDATE
 SET last_token = max(last_token, excluded.last_token), version = max(version, excluded.version)
 
 -- name: sqlite_original_table
--- In the database of the Go LockServer: the one table that has these columns, or NULL. Its design names the columns only.
+-- In the database of the Go LockServer: the one table that has these columns, or NULL. Its design gives the columns,
+-- but not the name of the table.
 SELECT CASE count(*) WHEN 1 THEN max(t.name) END FROM sqlite_schema t
 WHERE t.type = 'table' AND NOT EXISTS (
     SELECT 1 FROM json_each(?1) wanted WHERE wanted.value NOT IN (SELECT c.name FROM pragma_table_info(t.name) c))
@@ -145,26 +146,26 @@ SELECT lock_name, last_token FROM TABLE_FOUND
 SELECT max(lock_name) FROM (SELECT lock_name FROM locks WHERE lock_name > ?1 ORDER BY lock_name LIMIT ?2)
 
 -- name: sqlite_walk
--- What the sweep has to look at among the names from ?1 to ?2. ?3 is this run, ?4 its start, ?5 now, ?6 the moment
--- before which a free lock must have become free to be pruned.
+-- The locks that the sweep must expire or prune among the names from ?1 to ?2. ?3 is this run, ?4 its start, ?5 now. A
+-- free lock is pruned if it became free before ?6.
 SELECT lock_name FROM locks
 WHERE lock_name > ?1 AND lock_name <= ?2
   AND CASE WHEN owner_id IS NULL THEN CASE run WHEN ?3 THEN deadline_ns ELSE ?4 END <= ?6
            ELSE CASE run WHEN ?3 THEN deadline_ns ELSE ?4 + ttl_ms * 1000000 END <= ?5 END
 
 -- name: sqlite_expire
--- A row that the walk has found, if it is still so. The lease ended at its deadline, which the row keeps.
+-- A row that the walk has found, if its lease is still over. The row keeps the deadline at which the lease ended.
 UPDATE locks SET owner_id = NULL, lease_id = NULL, deadline_ns = CASE run WHEN ?2 THEN deadline_ns ELSE ?4 END, run = ?2,
                  version = version + 1, idempotency_key = NULL
 WHERE lock_name = ?1 AND owner_id IS NOT NULL
   AND CASE run WHEN ?2 THEN deadline_ns ELSE ?3 + ttl_ms * 1000000 END <= ?4
 
 -- name: sqlite_prune
--- The trigger files token and version.
+-- The trigger saves token and version.
 DELETE FROM locks WHERE lock_name = ?1 AND owner_id IS NULL AND CASE run WHEN ?2 THEN deadline_ns ELSE ?3 END <= ?4
 
 -- name: sqlite_list
--- Names from ?1 to below ?2, at most ?3: those that have a row, and those of which the token is left.
+-- At most ?3 names, from ?1 to below ?2: locks with a row, and locks of which only the token is left.
 SELECT lock_name, owner_id, lease_id, fencing_token, ttl_ms, run, deadline_ns, lease_expiry_ns, version
 FROM locks WHERE lock_name >= ?1 AND lock_name < ?2
 ORDER BY lock_name LIMIT ?3

@@ -1,9 +1,10 @@
--- What `status` and `doctor` ask, and what `acquire` asks when another node was faster. Reads only; needs no privilege of
--- its own, but for `status_ledger`.
+-- The queries of `status` and `doctor`, and of `acquire` when another node holds the lock. They only read, and need no
+-- privilege except for `status_ledger`.
 
 -- name: server_facts
--- Which server answers: on a standby the locks of the primary cannot be seen. The pid is compared with the one of the
--- protocol: a pooler answers with its own. It runs on PostgreSQL 10 as well, so that `doctor` can say what is too old.
+-- Facts about the server: on a standby, the locks of the primary cannot be seen. The pid is compared with the one in
+-- the protocol's start-up, where a pooler gives its own. It also runs on PostgreSQL 10, so that `doctor` can report a
+-- server that is too old.
 SELECT pg_backend_pid() AS backend_pid,
        pg_is_in_recovery() AS in_recovery,
        current_setting('server_version') AS version,
@@ -12,10 +13,10 @@ SELECT pg_backend_pid() AS backend_pid,
        current_user::text AS role
 
 -- name: status_lock
--- Everybody who holds this lock or waits for it at the server, holders first, then in the order in which they came.
--- pg_locks does not say when a lock was granted, so two times near it are shown by their names. Ages are taken from the
--- server's clock alone. A role without pg_read_all_stats sees no address and no times of other roles' sessions: then
--- client_port is NULL, while a connection through the socket has -1.
+-- The sessions that hold this lock or wait for it at the server: holders first, then waiters in the order of their
+-- arrival. pg_locks does not record when a lock was granted, so two related times are returned instead. Ages come from
+-- the server's clock alone. A role without pg_read_all_stats sees no address and no times of other roles' sessions:
+-- then client_port is NULL, while a connection through the Unix socket has -1.
 SELECT l.pid,
        l.granted,
        l.mode = 'ShareLock' AS shared,
@@ -37,8 +38,9 @@ WHERE l.locktype = 'advisory'
 ORDER BY l.granted DESC, l.waitstart, l.pid
 
 -- name: status_ledger
--- The role of this key, who leads it by the ledger, and how long ago that one was last heard; by the server's clock. And
--- whether the work of the last term has failed: the note is written when its node begins to give the role up.
+-- The role of this key, its leader according to the ledger, and how long ago that leader was last heard, by the
+-- server's clock. And whether the work of the last term has failed: the note is written when its node begins to give
+-- the role up.
 SELECT l.role,
        l.namespace,
        l.epoch,

@@ -1,7 +1,7 @@
-"""The demo's nodes as their parent sees them: `Cluster` starts, kills, freezes and watches them, `Claims` checks them.
+"""The demo's nodes, from their parent's side: `Cluster` starts, kills, freezes and watches them, `Claims` checks them.
 
-A node tells what it does in JSON lines; the parent knows nothing else of it. The parent must never look into the
-database, and never decide who leads. `Workplace` is the folder of all of it, which goes away at the end.
+A node reports what it does in JSON lines; the parent uses nothing else. The parent must never read the database, and
+never decide who leads. `Workplace` is the temporary folder, which is removed at the end.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class TwoLeaders(PgLeaderLockError):
 
 
 class Workplace:
-    """A temporary folder, and the janitor process that removes it whatever the end is."""
+    """A temporary folder, and the janitor process that removes it however the demo ends."""
 
     def __init__(self) -> None:
         parent, mode = _folder_for_server()
@@ -93,7 +93,7 @@ def _folder_for_server() -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Pace:
-    """The timing of the nodes' lock. Short, because people are watching."""
+    """The timing of the nodes' lock. It is short, because people are watching."""
 
     health_interval_s: float = 0.5
     health_timeout_s: float = 1.0
@@ -102,7 +102,7 @@ class Pace:
 
 
 class Node:
-    """One node process, and what it has said so far."""
+    """One node process, and what it has reported so far."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -127,7 +127,7 @@ class Node:
 
     @property
     def stands_by(self) -> bool:
-        """In hot standby, an attempt that is under way waits at the server."""
+        """Is it in hot standby? Then an attempt is under way and waits at the server."""
         return self.alive and self.state == "acquiring"
 
 
@@ -144,7 +144,7 @@ class Cluster:
         self._overlap: Overlap | None = None
         self._readers: set[asyncio.Task[None]] = set()
 
-    # --- What is done to nodes
+    # --- Actions on nodes
 
     async def start(self, name: str) -> Node:
         self.nodes[name] = node = Node(name)
@@ -167,19 +167,19 @@ class Cluster:
         return node
 
     def kill(self, node: Node) -> float:
-        """SIGKILL; the clock just before it."""
+        """Send SIGKILL; returns the clock just before it."""
         node.ended = "killed"
         return self._signal(node, signal.SIGKILL)
 
     def freeze(self, node: Node) -> float:
-        """SIGSTOP; the clock just before it."""
+        """Send SIGSTOP; returns the clock just before it."""
         node.frozen = True
         node.woke = None
         node.leads_since = 0.0
         return self._signal(node, signal.SIGSTOP)
 
     def thaw(self, node: Node) -> float:
-        """SIGCONT; the clock just before it."""
+        """Send SIGCONT; returns the clock just before it."""
         node.frozen = False
         return self._signal(node, signal.SIGCONT)
 
@@ -187,10 +187,10 @@ class Cluster:
         node.asked_at = None
         self._send(node, {"do": "step_down"})
 
-    # --- What is seen of them
+    # --- Watching nodes
 
     def leader(self) -> Node | None:
-        """The node whose term began last, among those that say they lead."""
+        """The node whose term began last, among those that report that they lead."""
         return max(
             (node for node in self.nodes.values() if node.leads), key=lambda node: node.leads_since, default=None
         )
@@ -316,7 +316,7 @@ class Overlap:
 
 
 class Claims:
-    """Did two nodes ever say at the same time that they lead? Decided from what they said and when.
+    """Did two nodes ever report at the same time that they lead? Decided from their reports and the times of these.
 
     Each claim carries two readings of the machine's clock, one before the node asked its lock and one after. So a term
     lasts at least from the second reading of its first claim to the first reading of its last one. If these certain

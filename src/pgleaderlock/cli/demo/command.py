@@ -1,7 +1,7 @@
 """`pgleaderlock demo`: three real nodes on a private PostgreSQL, a killed leader, a hand-over and a frozen one.
 
-The story and its figures. Every figure is measured between processes of this machine on the boot-time clock: from just
-before the signal is sent, or from the moment the leader hears of the request, to the first piece of the successor's
+It shows a story and its figures. Every figure is measured between processes of this machine on the boot-time clock:
+from just before the signal is sent, or from when the leader gets the request, to the first piece of the successor's
 work.
 
 It must never touch a database other than its own, and never leave a process or a folder behind: see `janitor`.
@@ -24,7 +24,7 @@ from pgleaderlock.errors import PgLeaderLockError
 __all__ = ["demo"]
 
 NAMES = ("node-1", "node-2", "node-3")
-# Durability means nothing to a server that lives for some seconds.
+# A server that lives for some seconds needs no durability.
 SETTINGS = {"fsync": "off", "full_page_writes": "off", "max_connections": "20"}
 PAUSE_S = 1.3
 HINT = "Your turn, in two terminals: pgleaderlock run --embedded --name hello"
@@ -58,7 +58,7 @@ class Figures:
 
 @dataclass
 class Story:
-    """The acts, one after the other. `pause_s` is for the people who watch."""
+    """The acts, one after the other. `pause_s` gives people time to watch."""
 
     cluster: Cluster
     screen: Screen
@@ -153,7 +153,7 @@ class Story:
         return heir
 
     async def _leader(self) -> Node:
-        # On a machine that stands still for a second, leadership may have moved by itself.
+        # If the machine has hung for a second, leadership may have moved by itself.
         await self.cluster.until(self.cluster.leader, "a node leads")
         leader = self.cluster.leader()
         assert leader is not None

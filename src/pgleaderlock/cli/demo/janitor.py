@@ -1,12 +1,12 @@
-"""Cleans up after the demo, in the same way whatever its end was.
+"""Cleans up after the demo, however the demo ends.
 
-A small process of its own. It makes the demo's folder, prints its path, and then reads from a pipe whose other end only
-the demo holds. When that end closes, by `close()` or because the demo was killed, the janitor kills every node, frozen
-ones included, waits for the end of the private server, and removes the folder.
+It is a small separate process. It creates the demo's folder, prints its path, and then reads from a pipe whose other
+end only the demo holds. When that end closes, by `close()` or because the demo was killed, the janitor kills every
+node, frozen ones included, waits for the end of the private server, and removes the folder.
 
-The nodes are in this process's group: while it lives, no other group can have its number.
+The nodes are in this process's group: while this process lives, no other group can have the same number.
 
-It is run by its path, so it imports the standard library alone. It must never remove a folder that it did not make.
+It is run by its path, so it imports only the standard library. It must never remove a folder that it did not create.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ def main(parent: Path, mode: int, server_mark: str) -> None:
         signal.signal(signum, signal.SIG_IGN)
     folder = Path(tempfile.mkdtemp(prefix="pgleaderlock-demo-", dir=parent))
     folder.chmod(mode)
-    # If the demo has gone already, only the folder is left to clean up.
+    # If the demo has ended already, only the folder is left to clean up.
     with contextlib.suppress(BrokenPipeError):
         os.write(1, os.fsencode(folder) + b"\n")
     while os.read(0, 1024):
         pass
     group = os.getpgrp()
     if os.fork() != 0:
-        signal.pause()  # Until the child has killed the group, and us with it.
+        signal.pause()  # until the child kills the group, including this process
     os.setsid()
     os.killpg(group, signal.SIGKILL)
     signal.alarm(PATIENCE_S)

@@ -1,6 +1,6 @@
 """One node of the demo: a process that competes for the lock and works while it leads.
 
-It is told what to do, and says what happens, in JSON lines:
+It gets its commands and reports what happens in JSON lines:
 
     stdin    {"dsn": …, "lock": …, "health_interval_s": …, …}   first of all
              {"do": "step_down"}                                then as needed; the end of the pipe ends the node
@@ -32,7 +32,7 @@ SHUTDOWN_TIMEOUT_S = 2.0
 
 
 def tell(event: str, **fields: object) -> None:
-    """One line, in one write: it may be called from a signal handler as well."""
+    """Report an event: one line in one write, because it may also be called from a signal handler."""
     os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
@@ -53,7 +53,7 @@ async def run() -> None:
         tell("state", at=BOOT_CLOCK.now(), state=now.value)
 
     def on_wake(*_: object) -> None:
-        # Python runs this before the event loop has had a chance to look at the connection.
+        # Python runs this before the event loop can notice the end of the connection.
         tell("woke", at=BOOT_CLOCK.now(), state=lock.state.value, is_leader=lock.is_leader)
 
     signal.signal(signal.SIGCONT, on_wake)
@@ -71,7 +71,7 @@ async def run() -> None:
 
 
 async def work(lock: LeaderLock) -> None:
-    """What only one node at a time may do. It asks before each piece of work, as everybody should."""
+    """The work that only one node at a time may do. It checks before each piece of work, as every work should."""
     first = True
     while True:
         before = BOOT_CLOCK.now()
@@ -88,7 +88,7 @@ async def _open_orders() -> asyncio.StreamReader:
 
 
 def main() -> None:
-    # A demo that was killed reads no more.
+    # A killed demo no longer reads.
     with contextlib.suppress(BrokenPipeError):
         asyncio.run(run())
 

@@ -1,8 +1,8 @@
-"""What people see of the demo: a live table below a story in a terminal, one line per event anywhere else.
+"""The demo's output: a live table below the story in a terminal, one line per event otherwise.
 
 Plain output is plain: no control characters, nothing wrapped, and ASCII only, so that it reads well in any log.
 
-It shows, and must never decide.
+It only shows, and must never decide anything.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ _WORDS = {
 
 
 class Screen(Protocol):
-    """Where the story is told."""
+    """An output for the story."""
 
     def tell(self, text: str, style: str = "") -> None:
-        """Something has happened."""
+        """Show that something has happened."""
         ...
 
     def showing(self, nodes: Mapping[str, Node]) -> contextlib.AbstractContextManager[None]:
-        """While entered, the nodes are shown, if this screen can."""
+        """While entered, show the nodes, if this screen can do so."""
         ...
 
     def sum_up(self, title: str, rows: Iterable[tuple[str, str]], hint: str) -> None:
@@ -53,7 +53,7 @@ class Screen(Protocol):
 
 
 def make_screen() -> Screen:
-    """A live one for a terminal that can do it."""
+    """A live screen if the terminal supports it, otherwise a plain one."""
     if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         return LiveScreen(stdout_console())
     return PlainScreen()

@@ -1,7 +1,7 @@
 """`pgleaderlock exec` and `pgleaderlock lock exec`: their options, checked before anything is started or taken.
 
-The command is looked up first: one that cannot run must not take the lock from one that can. How leadership is won,
-kept and given back, and what that does not promise, is in `one_run`.
+The command is looked up first: a node whose command cannot run must not take the lock from a node whose command can.
+`one_run` describes how leadership is won, kept and released, and what that does not promise.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ __all__ = ["exec_", "lock_exec"]
 
 GRACE_S = 3.0
 GRACE_SHARE = 0.25
-# Of the election for a slot: G, and what T is longer than the grace of its command.
+# For the election of a slot: G, and how much longer T is than the grace of the command.
 SLOT_LATE_S, SLOT_LEASE_S = 5.0, 7.0
 
 
@@ -160,7 +160,7 @@ def exec_(
     own = {"late_threshold": late_threshold, "node_id": node_id, "hold": hold}
     config = fenced_config(ctx, contender, embedded=embedded, **own) if fenced else None
     lock_key = contender.lock_key() if config is None else lock_key_of_role(config)
-    # systemd listens to this process and watches it, not the command.
+    # systemd's notifications and watchdog are for this process, not for the command.
     env = {name: value for name, value in os.environ.items() if name not in VARIABLES} | _variables(lock_key)
     find_executable(command[0], env)
     job = Job(command, env, wait_s, grace_s, log_level, hold_for_s)
@@ -168,7 +168,7 @@ def exec_(
         private = None
         if embedded:
             private = at_end.enter_context(private_server(ctx)).dsn
-            if fenced or by_slot:  # a private database: no other program can have made its ledger
+            if fenced or by_slot:  # a private database, so no other program can have created the ledger
                 asyncio.run(migrate(private))
         way: WithElection | WithLock | WithSlot
         if by_slot:

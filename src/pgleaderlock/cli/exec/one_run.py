@@ -1,20 +1,20 @@
-"""One command, run once, while this node leads: the course of `exec` and `lock exec`, and the four ways to lead.
+"""Runs one command once, while this node leads: the procedure of `exec` and `lock exec`, and the four ways to lead.
 
-`run_once` is the course. `WithLock`, `WithElection`, `WithSlot` and `WithLease` lead with a plain lock, behind the gate
-of an election, for one tick of the clock, or with a lease of a lock server; each competes, runs the command through
-`OneRun`, and gives leadership back.
+`run_once` is the procedure. `WithLock`, `WithElection`, `WithSlot` and `WithLease` lead with a plain lock, behind the
+gate of an election, for one tick of the clock, or with a lease of a lock server. Each competes, runs the command
+through `OneRun`, and releases leadership.
 
 What it does not promise, first. When the server ends our session (a restart, `pg_terminate_backend`), the lock is free
-at once, and a successor may start its command while ours is still ending within its grace. A supervisor that is frozen
-cannot stop its command, and what the command has sent already arrives. A command that must never act twice needs a
-fence where it acts: it gets the epoch of its term, or the fencing token of its lease.
+at once, and a successor may start its command while ours is still ending within its grace. A frozen supervisor cannot
+stop its command, and what the command has already sent will arrive. A command that must never act twice needs a fence
+where it acts: it gets the epoch of its term, or the fencing token of its lease.
 
-What it does: the command is started after leadership was won, and at most once. It is told to end in the same turn of
-the event loop in which leadership ends; with a lease, also a grace before the lease's deadline if no renewal succeeds.
-In an election a successor's gate opens only after our command has had its grace.
+What it does: the command is started after leadership was won, and at most once. When leadership ends, the command gets
+SIGTERM in the same iteration of the event loop; with a lease, also one grace before the lease's deadline if no renewal
+succeeds. In an election, a successor's gate opens only after our command has had its grace.
 
-It must never start the command twice, never give leadership back while a process of the command's group lives, and
-never print a DSN.
+It must never start the command twice, never release leadership while a process of the command's group lives, and never
+print a DSN.
 """
 
 import abc
@@ -66,12 +66,12 @@ __all__ = [
     "run_once",
 ]
 
-# The command has ended: a server that does not answer must not delay its exit code.
+# After the command has ended, a server that does not answer must not delay the exit code for longer than this.
 SHUTDOWN_TIMEOUT_S = 5.0
 HOLDER_TIMEOUT_S = 2.0
-# Between two tries that do not wait at the server. Short, because somebody waits for the command to begin.
+# The delay between two tries that do not wait at the server. It is short, because somebody waits for the command.
 RETRY_BASE_S, RETRY_MAX_S = 0.2, 2.0
-# These end the wait for leadership; the others mean something to the command alone.
+# These signals end the wait for leadership; the others are only for the command.
 ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
 
 
@@ -92,7 +92,7 @@ class CommandFailed(PgLeaderLockError):
 
 
 class SlotOptions(TypedDict, total=False):
-    """Which slot is meant, as `once` takes it."""
+    """The slot, as keywords of `once`."""
 
     every: str | float | None
     slot: str | None
@@ -100,12 +100,12 @@ class SlotOptions(TypedDict, total=False):
     on_failure: OnSlotFailure
 
 
-# --- The course
+# --- The procedure
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run, and under which conditions."""
+    """The command to run, and its conditions."""
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -114,7 +114,7 @@ class Job:
     grace_s: float
     log_level: str | None
     hold_for_s: float = 0.0
-    """How long leadership is kept at least, from the start of a command that succeeds."""
+    """The shortest time for which leadership is kept, from the start of a command that succeeds."""
 
     @property
     def waited(self) -> str:
@@ -124,14 +124,14 @@ class Job:
 class WayToLead(Protocol):
     @property
     def loss(self) -> str:
-        """Leadership was lost, in words."""
+        """The text that says that leadership was lost."""
         ...
 
     async def lead(self, run: "OneRun") -> None:
-        """Compete, run the command while leading, and give leadership back.
+        """Compete, run the command while leading, and release leadership.
 
-        Returns after the command was run, or after a signal has ended the wait for it. Raises `NotWon`, or what made
-        leading impossible.
+        Returns after the command was run, or after a signal has ended the wait for leadership. Raises `NotWon`, or the
+        error that made leading impossible.
         """
         ...
 
@@ -168,9 +168,9 @@ class OneRun:
     all_gone: bool = True
     reason: Exception | None = None
     skipped: str | None = None
-    """Why nothing was to be done."""
+    """Why there was nothing to do."""
     failure: Exception | None = None
-    """Why the command could not be run: it was not found, or is no program (126, 127)."""
+    """Why the command could not be run: it was not found, or is not executable (127, 126)."""
     over: "asyncio.Future[None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The command has ended, or could not be started."""
     interrupted_by: "asyncio.Future[int]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -179,10 +179,10 @@ class OneRun:
     _hold_over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def work(self, reason: Callable[[], Exception | None], env: Mapping[str, str] | None = None) -> None:
-        """For `lead`: cancelled the moment leadership ends; `reason` says why then. Raises nothing of its own.
+        """The work for `lead`, which cancels it when leadership ends; `reason` then says why. Raises no other error.
 
-        `lead` starts its work again in the next term, but a command runs once: a second call does nothing. Nor does one
-        after a signal that has ended the wait.
+        `lead` starts its work again in the next term, but the command runs only once: a second call does nothing, and
+        neither does a call after a signal has ended the wait.
         """
         if self.began or self.called_off or self.interrupted_by.done():
             return
@@ -210,7 +210,7 @@ class OneRun:
             try:
                 self.exit_code = await child.wait()
             except asyncio.CancelledError:
-                self.reason = reason()  # Now: while the command ends, other things may go wrong.
+                self.reason = reason()  # ask now: while the command ends, other errors may follow
                 raise
             finally:
                 # Also after the command has ended by itself: what it left in the background would outlive the lock.
@@ -220,7 +220,7 @@ class OneRun:
 
     def on_signal(self, signum: int) -> None:
         if self.exit_code is not None:
-            self._hold_over.set()  # the command has ended, and what a signal can end is the time after it
+            self._hold_over.set()  # the command has ended: a signal now ends the rest of the minimum hold
         elif self._child is not None:
             self._child.forward(signum)
         elif self.began:
@@ -229,10 +229,10 @@ class OneRun:
             self.interrupted_by.set_result(signum)
 
     def catch_signals(self) -> None:
-        """From now on, signals are for the command."""
+        """Pass signals on to the command from now on."""
         loop = asyncio.get_running_loop()
         for signum in FORWARDED_SIGNALS:
-            # A signal that our parent has set to be ignored (nohup, a background job) stays ignored.
+            # A signal that our parent has told us to ignore (nohup, a background job) stays ignored.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 loop.add_signal_handler(signum, self.on_signal, signum)
 
@@ -241,7 +241,7 @@ class OneRun:
 
 
 class _WithDatabase(abc.ABC):
-    """What a lock and an election share: start, compete, see the command through, shut down, say why not."""
+    """What a lock and an election share: start, compete, wait for the command, shut down, explain a failure."""
 
     _run: OneRun
 
@@ -292,14 +292,14 @@ class _WithDatabase(abc.ABC):
 
     @abc.abstractmethod
     async def _compete(self, leading: "asyncio.Future[None]") -> None:
-        """Return when the command runs, or never will. `leading` is the task of `_work`."""
+        """Return when the command runs, or when it is certain that it never will. `leading` is the task of `_work`."""
 
     @abc.abstractmethod
     def _failure(self) -> Exception | None:
         """Why leadership was not won; None if another node leads."""
 
     async def _holder(self) -> str:
-        """Who leads, if the server answers soon. It may have changed since we asked for the lock."""
+        """The current holder, if the server answers soon. It may be another one than when we tried the lock."""
         with contextlib.suppress(PgLeaderLockError, TimeoutError):
             async with asyncio.timeout(HOLDER_TIMEOUT_S):
                 return await who_holds(self._dsn, "pgleaderlock exec", self._key)
@@ -312,14 +312,14 @@ class _WithDatabase(abc.ABC):
 
 
 def _for_people(error: Exception) -> PgLeaderLockError:
-    """The error in the words of the command line."""
+    """The error with advice for the command line."""
     if isinstance(error, UnsafeSessionError):
         return UnsafeSessionError(error.reason, in_option_words(str(error)))
     return explained(error) if isinstance(error, PgLeaderLockError) else LockError(str(error))
 
 
 class WithLock(_WithDatabase):
-    """Leads with a plain lock. It is the lock's retry strategy as well, so it hears why each try has failed."""
+    """Leads with a plain lock. It is also the lock's retry strategy, and so learns why each try has failed."""
 
     _contender: LeaderLock
 
@@ -339,11 +339,11 @@ class WithLock(_WithDatabase):
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:
         if self._run.began:
-            return RETRY_MAX_S  # The competition is over; what goes on is the end of the command.
+            return RETRY_MAX_S  # the competition is over; only the end of the command is waited for
         self._last_error = error = ctx.last_error
         if error is None:
             self._completed_one = True
-        # After a try that worked, the next one may work again: a password may be in the middle of its rotation.
+        # If an earlier try has worked, a later one may work again: a password may just be rotated.
         if self._run.job.wait_s == 0 or (error is not None and hopeless(error) and not self._completed_one):
             return None
         if error is not None:
@@ -369,14 +369,14 @@ class WithElection(_WithDatabase):
         probe_host: str,
         probe_port: int | None,
     ) -> None:
-        """`switched_off` says where this node was told never to lead; empty if it was not."""
+        """`switched_off` names the setting that forbids this node to lead; empty if there is none."""
         super().__init__(dsn, key, election, probe_host=probe_host, probe_port=probe_port)
         assert key.name is not None
         self._role = key.name
         self._switched_off = switched_off
         self._news = asyncio.Event()
         self._looked = bool(switched_off)
-        """The first try is over, however it went."""
+        """The first try is over, whatever its result."""
         self._connected = False
         self._error: Exception | None = None
 
@@ -405,7 +405,7 @@ class WithElection(_WithDatabase):
         return None
 
     async def _compete(self, leading: "asyncio.Future[None]") -> None:
-        # Once the lock is won, the opening of the gate is waited for, however long it takes.
+        # Once the lock is won, wait for the gate to open, however long that takes.
         loop = asyncio.get_running_loop()
         run, wait_s = self._run, self._run.job.wait_s
         deadline = loop.time() + wait_s
@@ -430,7 +430,7 @@ class WithElection(_WithDatabase):
         return error if self._contender.leader(self._role) is None else None
 
     async def _watch(self) -> None:
-        """Each change ends the first try: the election knows who leads, or that it cannot know."""
+        """End the first try at each change: the election then knows who leads, or that it cannot find out."""
         async for _ in self._contender.changes():
             self._looked = True
             self._news.set()
@@ -448,7 +448,7 @@ class WithElection(_WithDatabase):
 
 
 def _of_term(token: LeaderToken) -> dict[str, str]:
-    """What a command needs to fence its writes."""
+    """The variables that a command needs to fence its writes."""
     return {
         "PGLEADERLOCK_ROLE": token.role,
         "PGLEADERLOCK_EPOCH": str(token.epoch),
@@ -475,7 +475,7 @@ class WithSlot:
         try:
             done = await going
         except (CommandFailed, CommandStopped):
-            return  # its exit code says so
+            return  # the exit code shows the failure
         except PgLeaderLockError as error:
             if run.exit_code is None:
                 raise _for_people(error) from error
@@ -562,6 +562,6 @@ async def _keep_and_run(client: AsyncLockClient, lease: AsyncLease, run: OneRun)
 
 
 async def _endangered(lease: AsyncLease, grace_s: float) -> None:
-    """Return when the lease is lost, or when the command must be told to end to be gone before the deadline."""
+    """Return when the lease is lost, or when the command must be stopped in order to end before the deadline."""
     while lease.remaining_s > grace_s:
         await within(min(LOOK_S, lease.remaining_s - grace_s), lease.lost.wait())

@@ -2,10 +2,10 @@
 
 Each client takes a lock, writes to the resource that the lock guards, and releases; some of them fail on purpose. One
 that **crashes** just stops: no heartbeat, no release. One that **stalls** wakes up after its lease has ended, and then
-does what it must not be able to do: it writes, renews and releases as if nothing had happened.
+does what must have no effect: it writes, renews and releases as if nothing had happened.
 
-All clients of a run live in one process and on one clock, so "at the same time" is exact. The guarded resource checks
-four rules, by the clients' own clocks and tokens; the server's word must never be used to judge the server:
+All clients of a run are in one process with one clock, so "at the same time" is exact. The guarded resource checks four
+rules, by the clients' own clocks and tokens; the server's answers must never be used to judge the server:
 
 - **overlap**: when a lease is granted or renewed, no other lease of the lock is valid by its holder's own deadline.
 - **token**: each grant of a lock carries a higher fencing token than every one before.
@@ -38,7 +38,7 @@ NOT_ALLOWED = (401, 403)
 PAUSE_AFTER_ERROR_S = 0.1
 # A client that has to end may be in the middle of a hold, or waiting for its turn.
 END_GRACE_S = 3.0
-# Neighbouring buckets differ by two hundredths: that is how exact a percentile is.
+# Neighbouring buckets differ by 2 %, which is the precision of a percentile.
 _STEP = math.log(1.02)
 _LEAST_S = 1e-6
 
@@ -53,12 +53,12 @@ COUNTED = {
     "stale_renewals_refused": "stale renewals refused",
     "errors": "no answer, or an error",
 }
-"""What is counted, and its words for people."""
+"""The counters, with their labels for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """Which rule was broken, of which lock, and how."""
+    """A broken rule: which one, for which lock, and how."""
 
     rule: str
     lock_name: str
@@ -67,7 +67,7 @@ class Violation:
 
 @dataclass
 class Violations:
-    """All are counted, the first ones are kept."""
+    """Counts all violations, and keeps the first ones."""
 
     counts: "Counter[str]" = field(default_factory=Counter)
     kept: list[Violation] = field(default_factory=list)
@@ -83,9 +83,9 @@ class Violations:
 
 
 class GuardedResource:
-    """What one lock guards: a value that is written with a fencing token, and refuses a lower one than it has seen.
+    """The resource of one lock: a value that is written with a fencing token, and refuses a lower one than it has seen.
 
-    It must never wait or speak to a server, and never repair what it finds.
+    It must never wait or talk to a server, and never repair what it finds.
     """
 
     def __init__(self, lock_name: str, violations: Violations) -> None:
@@ -100,11 +100,11 @@ class GuardedResource:
 
     @property
     def holder(self) -> BaseLease | None:
-        """Whose lease was granted last."""
+        """The lease that was granted last."""
         return self._holder
 
     def granted(self, lease: BaseLease) -> None:
-        """A client has got a lease."""
+        """A client has acquired a lease."""
         self._alone(lease, "granted")
         if lease.fencing_token <= self._granted_max:
             text = f"token {lease.fencing_token} was granted after token {self._granted_max}"
@@ -144,17 +144,18 @@ class GuardedResource:
         return True
 
     def accepted(self, token: int) -> None:
-        """Check a write that was accepted, independently of what accepted it."""
+        """Check an accepted write, independently of the code that accepted it."""
         if token < self._accepted_last:
             text = f"a write with token {token} was accepted after one with token {self._accepted_last}"
             self._violations.add("write", self.lock_name, text)
         self._accepted_last = max(self._accepted_last, token)
 
     def stale_released(self, before: BaseLease | None, seen: LockInfo) -> None:
-        """A stale lease was released; then the server was asked. `before`: who held the lock before the release."""
+        """A stale lease was released, and then the server was asked. `before`: the holder's lease before the
+        release."""
         holder = self._holder
         if holder is None or holder is not before or not holder.valid:
-            return  # no one lease was valid from before the release until now
+            return  # no single lease was valid from before the release until now
         if not seen.held or seen.fencing_token != holder.fencing_token:
             text = f"after a stale release, the lease with token {holder.fencing_token} is gone"
             self._violations.add("clobber", self.lock_name, text)
@@ -174,7 +175,7 @@ class Latencies:
         self._buckets[int(math.log(max(duration_s, _LEAST_S) / _LEAST_S) / _STEP)] += 1
 
     def percentile_s(self, share: float) -> float:
-        """The duration that this share of all did not exceed, rounded up by two hundredths at most."""
+        """The duration that this share of all did not exceed, rounded up by at most 2 %."""
         if not self.count:
             return 0.0
         wanted = math.ceil(self.count * share)
@@ -193,7 +194,7 @@ class Latencies:
 
 @dataclass
 class Figures:
-    """What has happened so far."""
+    """The figures so far."""
 
     counts: "Counter[str]" = field(default_factory=Counter)
     """By the keys of `COUNTED`."""
@@ -222,7 +223,7 @@ class LoadSettings:
 
 @dataclass
 class Run:
-    """One run: its settings, what was seen, and how long it took."""
+    """One run: its settings, its results, and how long it took."""
 
     settings: LoadSettings
     make_client: Callable[[str], AsyncLockClient]
@@ -231,7 +232,7 @@ class Run:
     violations: Violations = field(default_factory=Violations)
     elapsed_s: float = 0.0
     refused: LockServerRefused | None = None
-    """Why the run ended early: we may not do this at all."""
+    """Why the run ended early: the server does not allow it."""
 
     def __post_init__(self) -> None:
         self.resources = {name: GuardedResource(name, self.violations) for name in self.settings.locks}
@@ -241,7 +242,7 @@ class Run:
         self._began = BOOT_CLOCK.now()
 
     def stop(self) -> None:
-        """Let every client end after what it is doing."""
+        """Let every client end after its current action."""
         self._over.set()
 
     @property
@@ -262,7 +263,7 @@ class Run:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)
         for outcome in ended:
-            # A defect of ours must not look like a quiet run.
+            # A bug of ours must not look like a run without violations.
             if isinstance(outcome, Exception) and not isinstance(outcome, LockServerError):
                 raise outcome
 
@@ -339,12 +340,12 @@ class Run:
         self.figures.counts["lost" if lost or not released else "released"] += 1
 
     async def _stall(self, client: AsyncLockClient, lease: AsyncLease, resource: GuardedResource) -> None:
-        """Sleeps through the end of its lease, by the server's clock too, and goes on as if nothing had happened."""
+        """Sleeps past the end of its lease, also by the server's clock, and goes on as if nothing had happened."""
         late_s = 2 * margin_s(lease.ttl_s) + self._random.uniform(0.0, self.settings.hold_s)
         await asyncio.sleep(lease.remaining_s + late_s)
         if not resource.write(lease.fencing_token):
             self.figures.counts["stale_writes_refused"] += 1
-        # The lease knows that it has ended, and would not ask the server: a twin that thinks it is valid does.
+        # The ended lease would not send a renewal, so use a copy that still counts as valid.
         grant = Granted(lease.lock_name, lease.owner_id, lease.lease_id, lease.fencing_token, 0, False)
         twin = AsyncLease(grant, lease.ttl_s, BOOT_CLOCK.now(), BOOT_CLOCK)
         try:
@@ -353,7 +354,7 @@ class Run:
         except LeaseLost:
             self.figures.counts["stale_renewals_refused"] += 1
         else:
-            # A restarted server lets every lease begin anew: allowed, unless another client has the lock by now.
+            # A restarted server gives every lease its full duration again: allowed, unless another client has the lock.
             resource.revived(twin)
             await client.release(twin)
             return

@@ -1,6 +1,6 @@
-"""What people see of a load run: a live table in a terminal, one line a second anywhere else, and a table at the end.
+"""The output of a load run: a live table in a terminal, one line per second otherwise, and a table at the end.
 
-Fits into 60 columns. It shows, and must never decide.
+It fits into 60 columns. It only shows, and must never decide anything.
 """
 
 import asyncio

@@ -7,8 +7,8 @@
         with fenced(token):
             Invoice.objects.create(…)
 
-What the fence promises and what it does not is said in `pgleaderlock.fence`. Tested with the driver psycopg; psycopg2
-has what is needed as well.
+`pgleaderlock.fence` says what the fence promises and what it does not. Tested with the driver psycopg; psycopg2
+provides what is needed, too.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ except ImportError as error:
 __all__ = ["dsn", "election", "fenced", "leader_command", "leader_view"]
 
 EXIT_NOT_WON = 75
-"""EX_TEMPFAIL, as of `pgleaderlock exec`: another process leads."""
+"""EX_TEMPFAIL, as in `pgleaderlock exec`: another process leads."""
 COMMAND_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def setting(name: str, default: Any = None) -> Any:
 
 
 def dsn(using: str | None = None) -> str:
-    """The conninfo string of an alias of DATABASES; None: of `PGLEADERLOCK["USING"]`, or else of `default`."""
+    """The conninfo string of an alias of DATABASES; None means `PGLEADERLOCK["USING"]`, or else `default`."""
     connection = _postgres(using or setting("USING", DEFAULT_DB_ALIAS))
     known = {option.keyword.decode() for option in Conninfo.get_defaults()}
     params = {name: value for name, value in connection.get_connection_params().items() if name in known}
@@ -86,11 +86,11 @@ def dsn(using: str | None = None) -> str:
 
 
 def election(roles: str | Iterable[str], using: str | None = None, **options: Any) -> LeaderElection:
-    """A `pgleaderlock.sync.LeaderElection` in the database of an alias. `PGLEADERLOCK["OPTIONS"]` are its defaults."""
-    dsn(using)  # a mistake in the settings is raised here and now
+    """A `pgleaderlock.sync.LeaderElection` in the database of an alias. `PGLEADERLOCK["OPTIONS"]` has its defaults."""
+    dsn(using)  # raise now if there is a mistake in the settings
 
     async def fresh() -> str:
-        """For each connect anew: a database wrapper may have passwords that expire, and wait for them."""
+        """Called for each connect: a database wrapper may fetch expiring passwords, which may block."""
         return await asyncio.to_thread(dsn, using)
 
     return LeaderElection(fresh, roles, **{**(setting("OPTIONS") or {}), **options})
@@ -112,16 +112,16 @@ def fenced(
 ) -> Iterator[None]:
     """A block whose writes to this alias are committed only if the token's epoch is current until then.
 
-    Outside of `atomic()` it is an `atomic()` of its own. Inside one it joins the transaction, and the fence lasts until
-    that ends; an exception that leaves the block rolls the whole `atomic()` block back, also if it is caught there.
-    Raises `StaleEpoch`, before the block is entered, when the epoch is no longer the current one, and `FenceLost` at
-    the end of the block when the transaction that is open then is not the one that was fenced.
+    Outside of `atomic()`, it opens its own `atomic()`. Inside of one, it joins the transaction, and the fence lasts
+    until that ends; an exception that leaves the block rolls the whole `atomic()` block back, even if it is caught
+    there. Raises `StaleEpoch`, before the block is entered, if the epoch is no longer the current one, and `FenceLost`
+    at the end of the block if the open transaction is not the fenced one.
     """
     block = _DjangoBlock(_postgres(using), token, fence_params(token, idle_timeout_s))
     with fenced_sync(block):
         try:
             yield
-        except DatabaseError as error:  # a fenced table has refused: say it in our words
+        except DatabaseError as error:  # translate the refusal of a fenced table into our own error
             refusal = meaning(error.__cause__) if error.__cause__ is not None else None
             if refusal is None:
                 raise
@@ -132,12 +132,13 @@ class _DjangoBlock(Block):
     """The target is Django's database wrapper of this thread."""
 
     def tries(self) -> int:
-        """Only a transaction of our own can be begun again; one without autocommit is the caller's as well."""
+        """Only our own transaction can be begun again. Without autocommit, the transaction is the caller's, too."""
         self._joins = self.target.in_atomic_block
         return 1 if self._joins or not self.target.get_autocommit() else TRIES_MAX
 
     def begin(self) -> Any:
-        """Joined without a savepoint: the fence must not be undone alone, and nothing survives a refusal."""
+        """Join without a savepoint: the fence must not be rolled back alone, and a refusal must roll back
+        everything."""
         return transaction.atomic(using=self.target.alias, savepoint=not self._joins)
 
     def send(self) -> Steps[None]:
@@ -203,7 +204,7 @@ def _not_won(elected: LeaderElection, role: str, refusal: NotLeader) -> str:
 
 
 def leader_view(request: HttpRequest, role: str | None = None) -> JsonResponse:
-    """Who leads, by the ledger: 200 while somebody may act for the role, or else 503, with the details as JSON.
+    """The state of a role according to the ledger, as JSON: 200 while a node may act for it, otherwise 503.
 
     The role comes from the URL pattern, from `?role=…`, or is the only one of `PGLEADERLOCK["WORKS"]`.
     """
@@ -241,7 +242,8 @@ class _Asks:
 
 
 def _at_once(reading: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits, since `_Asks` does not. Django refuses a cursor on an event loop."""
+    """The result of a coroutine that never waits, because `_Asks` does not. Django refuses a cursor on an event
+    loop."""
     try:
         reading.send(None)
     except StopIteration as end:

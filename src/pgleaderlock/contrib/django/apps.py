@@ -1,4 +1,5 @@
-"""The application `pgleaderlock.contrib.django`, for INSTALLED_APPS. It has no models: `migrate` makes the ledger."""
+"""The application `pgleaderlock.contrib.django`, for INSTALLED_APPS. It has no models: `pgleaderlock migrate` creates
+the ledger."""
 
 from django.apps import AppConfig
 

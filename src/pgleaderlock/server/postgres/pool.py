@@ -1,10 +1,10 @@
-"""The sessions of the PostgreSQL store: a few dedicated connections that share all work, and group it.
+"""The sessions of the PostgreSQL store: a few dedicated connections that share all work in batches.
 
-Operations that arrive while every session is busy go into the next statement together, up to a bound: one round trip
-and one flush to disk for all of them. A statement whose outcome is not known costs its session, and its callers are
-told so.
+Operations that arrive while every session is busy are sent together in the next statement, up to a bound: one round
+trip and one flush to disk for all of them. If the outcome of a statement is unknown, its session is closed and its
+callers get an error that says so.
 
-Must never send again what may have taken effect, and never report a grant that came with a warning.
+Must never send a statement again that may have taken effect, and never report a grant that came with a warning.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ Row = dict[str, Any]
 BATCH_OPERATIONS_MAX = 500
 QUEUED_OPERATIONS_MAX = 50_000
 RECONNECT_BACK_OFF = ExponentialBackoff(base_s=0.05, max_s=1.0)
-# A count of the stored locks is this fresh before anybody is told that there is no room.
+# Before an acquire is refused as `StoreFull`, the count of stored locks must not be older than this.
 COUNT_AGE_S_MAX = 0.2
 
 _BUSY = frozenset({"55P03", "57014", "40P01", "40001"})
-# Classes of errors that the server answers with instead of a commit.
+# SQLSTATE classes of errors after which the server has certainly rolled back.
 _ROLLED_BACK = frozenset({"22", "23", "25", "42", "53", "55"})
 _GRANTS = "see the GRANTs of a lock server in docs/ledger.md"
 _NO_POOLER = (
@@ -56,7 +56,7 @@ _NO_POOLER = (
 
 
 class _NotSent(StoreError):
-    """There was no session, so the database was not asked."""
+    """There was no session, so nothing was sent to the database."""
 
 
 class _QueueFull(StoreBusy):
@@ -64,7 +64,7 @@ class _QueueFull(StoreBusy):
 
 
 def store_error(error: PgLeaderLockError) -> StoreError:
-    """What a failure of the session is called by the store."""
+    """The store's error for a failure of the session."""
     sqlstate = getattr(error.__cause__, "sqlstate", None)
     if sqlstate in _BUSY:
         found: StoreError = StoreBusy(f"the database is busy: {error}")
@@ -79,7 +79,7 @@ def store_error(error: PgLeaderLockError) -> StoreError:
 
 
 def lasts(error: StoreError) -> bool:
-    """True for what will not go away by waiting: somebody has to do something about it."""
+    """True for an error that lasts until somebody does something about it."""
     cause = error.__cause__
     return isinstance(cause, SchemaError | UnsafeSessionError) or (
         getattr(getattr(cause, "__cause__", None), "sqlstate", None) == "42501"
@@ -87,13 +87,13 @@ def lasts(error: StoreError) -> bool:
 
 
 def nothing_came_of(error: StoreError) -> bool:
-    """True if it is certain that what failed with this has changed nothing, and never will."""
+    """True if a statement with this error has certainly changed nothing, and never will."""
     sqlstate = _sqlstate(error)
     return isinstance(error, _NotSent | _QueueFull) or sqlstate in _BUSY or sqlstate[:2] in _ROLLED_BACK
 
 
 def cannot_be_written(error: StoreError) -> bool:
-    """True if one value of the operations cannot be written in this database. None of them was done."""
+    """True if a value of one operation cannot be stored in this database. None of the operations was carried out."""
     return _sqlstate(error).startswith("22")
 
 
@@ -103,20 +103,20 @@ def _sqlstate(error: StoreError) -> str:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """One caller's operations, already encoded, or one named statement."""
+    """The operations of one caller, already encoded, or one named statement."""
 
     answer: "asyncio.Future[Any]"
     operations: Sequence[str] = ()
     acquires: int = 0
     read: Callable[[list[Row]], Any] | None = None
-    """Makes of the operations' rows what the caller is answered."""
+    """Turns the rows of the operations into the caller's answer."""
     name: str = ""
     params: dict[str, object] = field(default_factory=dict)
 
 
 class Room:
-    """How many locks with new names there may still be. Exact when it matters and cheap when it does not: other servers
-    make locks, too, so the count is taken anew near the limit, and with every sweep."""
+    """How many locks with new names there is still room for. Other servers create locks too, so the locks are counted
+    again near the limit and with every sweep; far from the limit an old count will do."""
 
     def __init__(self, locks_max: int) -> None:
         self.locks_max = locks_max
@@ -125,7 +125,7 @@ class Room:
         self._margin = max(100, locks_max // 100)
 
     def unsure(self, wanted: int) -> bool:
-        """Must the locks be counted before so many are made?"""
+        """Must the locks be counted before this many are created?"""
         if self._stored is None:
             return wanted > 0
         near = self._stored + wanted > self.locks_max - self._margin
@@ -135,7 +135,7 @@ class Room:
         self._stored, self._counted_at = stored, BOOT_CLOCK.now()
 
     def take(self, wanted: int) -> int:
-        """Reserve room for at most so many; answers for how many."""
+        """Reserve room for up to this many; returns for how many there is room."""
         stored = self._stored or 0
         reserved = max(0, min(wanted, self.locks_max - stored))
         if self._stored is not None:
@@ -147,12 +147,12 @@ class Room:
             self._stored -= unused
 
     def forget(self) -> None:
-        """Nobody knows what came of the last reservation."""
+        """The outcome of the last reservation is unknown: count again before the next one."""
         self._stored = None
 
 
 class _Link:
-    """One session, opened when it is needed and again after it has been lost."""
+    """One session, opened when it is needed and reopened after a loss."""
 
     def __init__(self, pool: "Pool") -> None:
         self._pool = pool
@@ -168,7 +168,7 @@ class _Link:
         return self._session
 
     async def rows(self, name: str, **params: object) -> list[Row]:
-        """One statement. Whatever goes wrong, the session goes with it."""
+        """Run one statement. Any failure closes the session."""
         try:
             session = await self.session()
         except PgLeaderLockError as error:
@@ -179,14 +179,15 @@ class _Link:
             await self.close()
             raise
         if session.doubts:
-            # A cancelled wait for a synchronous standby is a mere warning, and then a normal answer.
+            # For a cancelled wait for a synchronous standby, the server sends only a warning and then a normal answer.
             text = "; ".join(session.doubts)
             await self.close()
             raise StoreError(f"the database answered with a warning, so it is not known what is durable: {text}")
         return rows
 
     async def hint(self, rows: list[Row]) -> None:
-        """Wake the servers that a decision has named, in a statement of its own. Lost, it costs them a heartbeat."""
+        """Wake the servers that a decision has named, in a separate statement. If the hint is lost, they notice at
+        their next heartbeat."""
         hints = rows[0].get("hints") if rows else None
         if not hints or self._session is None:
             return
@@ -248,11 +249,11 @@ class Pool:
     def apply(
         self, operations: Sequence[str], *, acquires: int, read: Callable[[list[Row]], Any] | None = None
     ) -> "asyncio.Future[Any]":
-        """Hand operations over; the answer has a row for each, in order, or what `read` makes of them."""
+        """Queue operations. The answer has one row for each, in order, or what `read` makes of the rows."""
         return self._submit(_Job(asyncio.get_running_loop().create_future(), operations, acquires, read))
 
     def query(self, name: str, **params: object) -> "asyncio.Future[list[Row]]":
-        """Hand over one statement, in a transaction of its own."""
+        """Queue one statement, which runs in its own transaction."""
         return self._submit(_Job(asyncio.get_running_loop().create_future(), name=name, params=params))
 
     def _submit(self, job: _Job) -> "asyncio.Future[Any]":
@@ -270,7 +271,7 @@ class Pool:
     # --- The sessions
 
     async def connect(self) -> DedicatedSession:
-        """Open a session; after a failure not at once again, so that a restarted database is not stormed."""
+        """Open a session. After a failure it waits before the next try, so as not to flood a restarting database."""
         if self._last_failure is not None and BOOT_CLOCK.now() < self._not_before:
             raise self._last_failure.with_traceback(None)
         session = None
@@ -303,7 +304,8 @@ class Pool:
             await link.close()
 
     async def _next(self) -> list[_Job]:
-        """What to send next: one statement, or as many operations as are waiting. Empty when all is done."""
+        """The jobs to send next: one statement, or as many operations as are waiting. Empty when the pool is closing
+        and nothing is left."""
         while True:
             while not self._jobs:
                 if self._stopping:
@@ -315,7 +317,7 @@ class Pool:
                 return batch
 
     def _batch(self) -> list[_Job]:
-        """From the queue, without those whose caller has gone. Empty if it was only them."""
+        """Jobs from the queue, without those whose caller has been cancelled. May be empty."""
         batch: list[_Job] = []
         size = 0
         while self._jobs and (not batch or (not self._jobs[0].name and not batch[0].name)):
@@ -323,7 +325,7 @@ class Pool:
                 break
             job = self._jobs.popleft()
             self._queued -= len(job.operations)
-            if not job.answer.done():  # a caller that has gone before it was served
+            if not job.answer.done():  # otherwise its caller was cancelled before it was served
                 batch.append(job)
                 size += len(job.operations)
         return batch
@@ -331,7 +333,7 @@ class Pool:
     async def _query(self, link: _Link, job: _Job) -> None:
         try:
             rows = await link.rows(job.name, **job.params)
-        except Exception as error:  # whatever it is, the next job has nothing to do with it
+        except Exception as error:  # an error must not affect the next job
             _refuse(job, _as_store_error(error))
         except BaseException:
             _refuse(job, StoreError("the store is closing, and it is not known what came of this"))
@@ -343,9 +345,9 @@ class Pool:
     async def _apply(self, link: _Link, batch: list[_Job]) -> None:
         try:
             rows = await self._applied(link, batch)
-        except Exception as error:  # whatever it is, the next batch has nothing to do with it
+        except Exception as error:  # an error must not affect the next batch
             if len(batch) > 1 and _one_of_them_is_wrong(error):
-                # Nothing of the batch was done, because of one that cannot be. The others do not suffer for it.
+                # One operation cannot be stored, so the whole batch was rolled back. Send each job by itself.
                 for job in batch:
                     await self._apply(link, [job])
                 return
@@ -390,7 +392,7 @@ def _by_number(row: Row) -> int:
 
 
 def _one_of_them_is_wrong(error: Exception) -> bool:
-    """A value that the database cannot take: the transaction was rolled back, which is certain."""
+    """Did the database refuse a value? Then the transaction was certainly rolled back."""
     cause = error.__cause__
     if isinstance(cause, psycopg.Error):
         return (cause.sqlstate or "").startswith("22")
@@ -414,13 +416,13 @@ def closed() -> StoreError:
 def _answer(job: _Job, rows: list[Row]) -> None:
     try:
         settle(job.answer, rows if job.read is None else job.read(rows))
-    except Exception as error:  # rows that nobody expected must not end the session's worker
+    except Exception as error:  # unexpected rows must not end the session's worker
         _refuse(job, _as_store_error(error))
 
 
 def _refuse(job: _Job, error: StoreError) -> None:
     if not job.answer.done():
         job.answer.set_exception(error)
-        # Whoever has gone does not ask for it, and that is not worth a warning.
+        # A cancelled caller does not retrieve the exception: retrieve it here, so that asyncio does not warn.
         with contextlib.suppress(asyncio.CancelledError):
             job.answer.exception()

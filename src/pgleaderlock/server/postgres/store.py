@@ -1,17 +1,17 @@
 """The lock store in PostgreSQL: any number of servers on one database.
 
-What is granted, to whom and until when is decided by functions in the database, by its own clock, under row locks that
-are taken in one order: every transition is serialisable in effect. An outcome is given only when it is durable. When an
-answer is lost, its outcome is unknown: `StoreError`, and the same acquire with its idempotency key finds what was
-granted.
+Functions in the database decide every grant, by the database's clock and under row locks that are taken in a fixed
+order: in effect, all transitions are serialisable. An outcome is reported only when it is durable. If an answer is
+lost, the outcome is unknown: the reply is a `StoreError`, and a repeated acquire with the same idempotency key finds
+the lease if it was granted.
 
-`open` creates or upgrades the tables if this database role may do so, and otherwise says who should run
-`pgleaderlock migrate`. The role of a server needs `grants_lock_server` (docs/ledger.md) and nothing else.
+`open` creates or upgrades the tables if this database role may do so; otherwise its error says that a role with the
+privileges should run `pgleaderlock migrate`. The role of a server needs only `grants_lock_server` (docs/ledger.md).
 
-Not promised: a step of the database's clock moves the end of every lease; a failover that lost acknowledged commits has
-forgotten the leases in them (their tokens stay below the next ones).
+Not promised: a step of the database's clock moves the end of every lease; a failover that lost acknowledged commits
+also lost the leases in them (their tokens stay below the next ones).
 
-Must never decide by a clock of its own whether a lease is good.
+Must never decide by its own clock whether a lease is valid.
 """
 
 import asyncio
@@ -59,9 +59,9 @@ SWEEP_STEP = 1000
 SWEEP_STEPS_MAX = 1000
 SWEEP_S_CHEAP, SWEEP_PAUSE = 0.25, 20.0
 FREE_KEPT_S = 86_400.0
-# The server ends a session of ours that it has not heard of for this long in the middle of something.
+# PostgreSQL ends a session of ours that is silent for this long within a transaction or a statement.
 SILENCE_S = 15.0
-# As in lock_wake: each server has a channel of its own.
+# The prefix of the channels, as in lock_wake: each server has its own channel.
 CHANNEL = "pgleaderlock_locks_"
 _NO_TABLES = "the tables of the lock server are missing here: run `pgleaderlock migrate` on this database"
 
@@ -69,10 +69,10 @@ _NO_TABLES = "the tables of the lock server are missing here: run `pgleaderlock 
 class PostgresStore:
     """Fulfils `store.Store`.
 
-    `pool_size` dedicated connections share all work, and one more listens once somebody waits. `locks_max`
-    bounds the locks that are held or have been within `free_kept_s`; several servers may pass it by what they make
-    between two counts. Of a lock that is pruned after that, token and version stay, for ever. `clock` is for waiters
-    only: whether a lease is good is decided by the database's.
+    `pool_size` dedicated connections share all work; one more listens once a request waits. `locks_max` bounds the
+    locks that are held or were held within `free_kept_s`; several servers may together exceed it by the locks that they
+    create between two counts. A lock that is free for longer is pruned, but its token and version are kept permanently.
+    `clock` is for waiters only: the database's clock decides whether a lease is valid.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class PostgresStore:
     async def open(self) -> None:
         if self._pool is not None:
             return
-        # A new name each time: tickets of an earlier life are not ours.
+        # A new id for each start: tickets of an earlier run are not ours.
         self._server_id = uuid.uuid4().hex
         pool = Pool(
             self._dsn, self._settings, server_id=self._server_id, size=self._pool_size, locks_max=self._locks_max
         )
         try:
-            # First a session of our own, which refuses poolers and standbys with the remedy.
+            # Open a dedicated session first: it refuses poolers and standbys, and says what to do.
             await (await pool.connect()).close()
             await self._bring_up_to_date()
         except PgLeaderLockError as error:
@@ -206,7 +206,7 @@ class PostgresStore:
             return asyncio.ensure_future(self._wait(self._waiting, operations, wait_ms))
         try:
             sent = [encoded(operation) for operation in operations]
-        except ValueError as error:  # half a character, which UTF-8 cannot write
+        except ValueError as error:  # an unpaired surrogate, which UTF-8 cannot encode
             return _settled(error)
 
         def read(rows: list[Row]) -> list[Outcome]:
@@ -232,7 +232,8 @@ class PostgresStore:
                 self._keys.note(operation)
 
     def _doubtful(self, operations: Sequence[Operation]) -> dict[int, str | None]:
-        """Those whose key this server has seen with another lock, and which lock that is; None: one of this list."""
+        """By index, the operations whose idempotency key this server has seen with another lock, with the name of that
+        lock; None if the other lock is in the same list."""
         found: dict[int, str | None] = {}
         here: dict[str, str] = {}
         for at, operation in enumerate(operations):
@@ -246,7 +247,7 @@ class PostgresStore:
     async def _checked(
         self, pool: Pool, doubtful: dict[int, str | None], operations: Sequence[Operation], wait_ms: int
     ) -> list[Outcome]:
-        """Asks first whether those keys are still in use. All others are one transaction, as ever."""
+        """First checks whether the doubtful keys are still in use. All other operations are one transaction."""
         reused: set[int] = set()
         for at, other in doubtful.items():
             operation = operations[at]
@@ -269,7 +270,7 @@ class PostgresStore:
         return view_of(row)
 
     async def list_locks(self, prefix: str, cursor: str | None, limit: int) -> Page:
-        # One more than asked for tells whether there is a next page.
+        # Read one row more than asked for, to see whether there is a next page.
         rows = await self._opened().query("locks_list", pattern=_pattern(prefix), cursor=cursor or "", limit=limit + 1)
         views = [view_of(row) for row in rows[:limit]]
         return Page(views, views[-1].lock_name if len(rows) > limit else None)
@@ -298,25 +299,25 @@ class PostgresStore:
         self._held = await self._count(pool)
         took_s = BOOT_CLOCK.now() - began
         if took_s > SWEEP_S_CHEAP:
-            # So many locks that looking at all of them is felt: then it is done more rarely.
+            # With so many locks that a sweep takes long, sweep less often.
             self._sweep_not_before = began + SWEEP_PAUSE * took_s
         return Sweep(expired, self._held)
 
     async def _count(self, pool: Pool) -> int:
-        """How many locks are held; how many there are is noted on the way."""
+        """The number of locks held. Also updates the pool's count of all stored locks."""
         (counted,) = await pool.query("locks_count")
         pool.room.counted(counted["stored"])
         return int(counted["held"])
 
     async def check(self) -> None:
         pool = self._opened()
-        # A write of our own, durable like a grant, and the very function that grants.
+        # A write that is durable like a grant, and the same function that grants.
         await pool.query("locks_tick", server_id=self._server_id, valid_ms=ALIVE_MS, heads="[]")
         await pool.query("locks_apply", server_id=self._server_id, operations="[]", room=0)
 
 
 def _settled(outcomes: list[Outcome] | Exception) -> Reply:
-    """A reply that is done."""
+    """A reply that is already done."""
     reply: Reply = asyncio.get_running_loop().create_future()
     if isinstance(outcomes, Exception):
         reply.set_exception(outcomes)
@@ -326,5 +327,5 @@ def _settled(outcomes: list[Outcome] | Exception) -> Reply:
 
 
 def _pattern(prefix: str) -> str:
-    """The prefix for LIKE, taken literally."""
+    """A LIKE pattern that matches names with this prefix, which is taken literally."""
     return "".join("\\" + char if char in "\\%_" else char for char in prefix) + "%"

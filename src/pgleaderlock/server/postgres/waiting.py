@@ -1,13 +1,13 @@
 """Waiting for a lock in the PostgreSQL store: first in, first out, across servers.
 
-The queue is a table: one ticket per waiter, in the order in which they came to the database. Those of one server ask
-for their tickets in the order in which they came to it (`Entrance`). A server
-asks only for the first of its own waiters of a lock, and only when there is a reason: it was woken, the lease in the
-way is over, or the answer to its heartbeat says that it is next. A wake-up is a hint: a lost one costs a heartbeat, a
-forged one a look. The tickets of all servers, in the database, decide whose turn it is.
+The queue is a table with one ticket per waiter, in the order of their arrival at the database. The waiters of one
+server get their tickets in the order of their arrival at that server (`Entrance`). For each lock, a server asks only
+for the first of its own waiters, and only when there is a reason: the waiter was woken, the lease in the way is over,
+or the answer to the server's heartbeat says that the waiter is next. A wake-up is a hint: a lost one costs the wait
+until the next heartbeat, a forged one a query. The tickets of all servers, in the database, decide whose turn it is.
 
-A waiter chooses its lease's id before it asks. So a grant whose answer was lost is recognised when the waiter asks
-again, and a grant that nobody waits for any more is found and ended.
+A waiter chooses the id of its lease before it asks. So a grant whose answer was lost is recognised when the waiter asks
+again, and a grant whose waiter has gone is found and ended.
 
 Must never leave a lease behind for a caller that was cancelled.
 """
@@ -70,14 +70,15 @@ ALARMS_KEPT_MIN = 1000
 TICK_S, TICK_S_MIN = 0.75, 0.05
 ALIVE_MS = 3000
 CLEAN_UP_S_MAX = 5.0
-# A statement whose session was cut may still take effect for as long as the server lets it run, and a bit.
+# For how long a statement may still take effect after its session was cut: as long as the server lets it run, and a
+# little longer.
 UNSURE_S = 15.0
 ASK_AGAIN_S = (0.1, 0.5)
 
 Answer = Granted | Held | KeyReused | StoreFull
 _Listen = Callable[[Callable[[str], None]], Coroutine[Any, Any, None]]
 _Question = tuple[str, "asyncio.Future[list[dict[str, Any]]]"]
-"""What is sent, and where its row is expected."""
+"""The encoded operation, and the future that gets its row."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -88,12 +89,12 @@ class Waiter:
     began: float
     deadline: float
     lease_ids: list[str] = field(default_factory=list)
-    """One for each time it asked and has not heard what came of it."""
+    """The ids of leases that it asked for and whose outcome is unknown."""
     ticket: int | None = None
     look_at: float = NEVER
-    """When to ask again, unless woken. Only the first of this server's waiters of a lock has a time here."""
+    """When to ask again, unless woken earlier. Set only for the first of this server's waiters of a lock."""
     heard: bool = False
-    """Woken while the last question was on its way: its answer may be older than that."""
+    """It was woken while it was asking: the answer may be older than the reason for waking it."""
     stirred: asyncio.Event = field(default_factory=asyncio.Event)
     asking: "asyncio.Future[list[dict[str, Any]]] | None" = None
     unsure_until: float = NOW
@@ -121,7 +122,7 @@ class Queues:
         return queue[0] is waiter
 
     def remove(self, waiter: Waiter, look_at: float) -> None:
-        """Whoever comes first now looks when the one before would have, or at `look_at`."""
+        """Remove the waiter. If it was the first, the new first one asks at `look_at`."""
         queue = self._by_lock.get(waiter.acquire.lock_name, [])
         if waiter not in queue:
             return
@@ -136,8 +137,8 @@ class Queues:
         return self._by_lock.get(lock_name, [None])[0]
 
     def stir_those_with_the_key_of(self, acquire: Acquire) -> None:
-        """A lease was granted to this one: whoever repeats its request is to be given the same, and whoever has asked
-        for something else with its key is to be told so."""
+        """A lease was granted to this acquire. Wake the waiters with the same idempotency key: those that repeat the
+        request get the same lease, and those with another body are refused."""
         if acquire.idempotency_key is not None:
             for waiter in self._by_lock.get(acquire.lock_name, ()):
                 if waiter.acquire.idempotency_key == acquire.idempotency_key:
@@ -148,8 +149,9 @@ class Queues:
 
 
 class Entrance:
-    """Where waiters ask for their tickets: those of one lock one after the other, in the order in which they came. Two
-    statements on two sessions could overtake each other. All who gather meanwhile go into the next statement."""
+    """Where waiters ask for their tickets. The waiters of one lock do so one statement after the other, in the order of
+    their arrival, because two statements on two sessions could overtake each other. Waiters that arrive during a
+    statement share the next one."""
 
     def __init__(self, pool: Pool, before: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._pool, self._before = pool, before
@@ -158,7 +160,8 @@ class Entrance:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def open(self, waiter: Waiter) -> bool:
-        """True if nobody is at the entrance of this lock. The waiter then asks by itself, and calls `leave` after."""
+        """True if no other waiter of this lock is at the entrance. The waiter then asks directly, and calls `leave`
+        afterwards."""
         lock_name = waiter.acquire.lock_name
         if lock_name in self._lines:
             return False
@@ -167,7 +170,7 @@ class Entrance:
         return True
 
     def leave(self, waiter: Waiter) -> None:
-        """Lets those go on who came after the one that opened. Harmless when repeated."""
+        """Let the waiters ask that came after the one that opened. May be called repeatedly."""
         lock_name = waiter.acquire.lock_name
         if self._openers.get(lock_name) is waiter:
             del self._openers[lock_name]
@@ -210,7 +213,7 @@ class Entrance:
             if len(group) == 1 or not cannot_be_written(error):
                 _fail(group, error)
                 return
-            for question in group:  # the others do not suffer for the one that cannot be
+            for question in group:  # one operation cannot be stored: send each by itself
                 await self._send([question])
         else:
             for (_, answer), row in zip(group, rows, strict=True):
@@ -221,11 +224,11 @@ def _fail(questions: "Sequence[_Question]", error: StoreError) -> None:
     for _, answer in questions:
         if not answer.done():
             answer.set_exception(error)
-            answer.exception()  # whoever has gone does not ask for it, and that is not worth a warning
+            answer.exception()  # a cancelled waiter does not retrieve it: without this, asyncio would warn
 
 
 class Alarm:
-    """One sleeper for all waiters: it stirs each when its time has come, and each looks by itself what time it is."""
+    """One timer for all waiters. It stirs each waiter at its time; the waiter then checks the clock itself."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -236,7 +239,7 @@ class Alarm:
         self.task: asyncio.Task[None] | None = None
 
     def set(self, at: float, waiter: Waiter) -> None:
-        """Only the last one that was set for a waiter counts."""
+        """Set the alarm of a waiter, in place of an earlier one."""
         if waiter.alarm_at == at:
             return
         waiter.alarm_at = at
@@ -261,7 +264,7 @@ class Alarm:
                     waiter.stirred.set()
 
     async def _slept(self, until: float) -> None:
-        """Until then, or until there is something sooner."""
+        """Sleep until this time, or until an earlier alarm is set."""
         if until <= self._clock.now():
             return
         await first_of(self._clock.sleep(until - self._clock.now()), self._sooner.wait())
@@ -307,11 +310,11 @@ class Waiting:
         try:
             return await self._wait(waiter)
         except asyncio.CancelledError:
-            # Not before what is on its way has arrived: it would find nothing to clean up yet.
+            # It first waits for the statement under way: before that, there may be nothing to clean up yet.
             await self._cleaned_up(waiter, keep_lease=False)
             raise
         except BaseException:
-            # With a key, a repeated request is to find the lease; without one nobody ever could.
+            # With a key, a repeated request must find the lease; without one, no request could.
             await self._cleaned_up(waiter, keep_lease=acquire.idempotency_key is not None)
             raise
         finally:
@@ -338,7 +341,7 @@ class Waiting:
                     raise
                 self._entrance.leave(waiter)
                 opened = False
-                # The ticket may still be there. It is asked for again, and the lease's id tells what came of this.
+                # The ticket may exist. Ask again: the lease's id shows whether this request was granted.
                 await asyncio.sleep(self._rng.uniform(*ASK_AGAIN_S))
                 if self._over(waiter):
                     raise
@@ -346,7 +349,7 @@ class Waiting:
             self._entrance.leave(waiter)
             opened = False
             if isinstance(answer, KeyReused):
-                await self._cleaned_up(waiter, keep_lease=False)  # its ticket is torn, if it had got one before
+                await self._cleaned_up(waiter, keep_lease=False)  # deletes its ticket, if it had one
                 return answer
             if not isinstance(answer, Held):
                 self._leave(waiter, self._clock.now() + waiter.acquire.ttl_ms / 1000)
@@ -362,18 +365,18 @@ class Waiting:
         return self._closing or self._clock.now() >= waiter.deadline
 
     async def _sleep(self, waiter: Waiter) -> None:
-        """Until it is time to look, or to go, or until stirred."""
+        """Sleep until it is time to ask or to give up, or until stirred."""
         self._alarm.set(min(waiter.look_at, waiter.deadline), waiter)
         await waiter.stirred.wait()
         waiter.stirred.clear()
 
     async def _ask(self, waiter: Waiter, kind: str, *, in_turn: bool = False) -> Answer:
-        """`in_turn`: behind all who wait for a ticket of this lock already."""
+        """`in_turn`: behind all waiters that are already waiting for a ticket of this lock."""
         waiter.heard = False
         earlier, lease_id = list(waiter.lease_ids), new_lease_id()
         waiter.lease_ids.append(lease_id)
         now = self._clock.now()
-        # The lease runs from some moment after this one, so whoever counts from here never counts too far.
+        # The lease begins after this moment, so a client that counts from here never counts too long.
         sent = waiting(
             kind,
             waiter.acquire,
@@ -389,13 +392,13 @@ class Waiting:
         else:
             waiter.asking = self._pool.apply([sent], acquires=1)
         try:
-            # A caller that is cancelled must not take the question back: it may have been asked already.
+            # A cancelled caller must not cancel the statement, which may have been sent already.
             (row,) = await asyncio.shield(waiter.asking)
         except StoreError as error:
             self._failed(waiter, error)
             raise
         waiter.asking = None
-        # What this one came to is known. Of those before, one may have become the lease that it was given now.
+        # The outcome of this request is known. The lease that it was given may be that of an earlier request.
         for known in (lease_id, row["lease_id"]):
             if known in waiter.lease_ids:
                 waiter.lease_ids.remove(known)
@@ -406,7 +409,7 @@ class Waiting:
         return answer
 
     def _failed(self, waiter: Waiter, error: StoreError) -> None:
-        """What the last question came to is not known, unless the error says that it came to nothing."""
+        """The outcome of the last request is unknown, unless the error proves that it changed nothing."""
         waiter.asking = None
         if not nothing_came_of(error):
             waiter.unsure_until = BOOT_CLOCK.now() + UNSURE_S
@@ -423,7 +426,8 @@ class Waiting:
         elif waiter.heard:
             waiter.look_at = NOW
         else:
-            # Free, and the turn of another server's waiter: the heartbeat tells when that has changed.
+            # The lock is free, and it is the turn of another server's waiter: the heartbeat will show when that
+            # changes.
             waiter.look_at = NEVER if remaining_ms is None else self._clock.now() + remaining_ms / 1000
 
     def _leave(self, waiter: Waiter, look_at: float) -> None:
@@ -432,7 +436,7 @@ class Waiting:
         self._waiters.pop(waiter, None)
         self._unplaced.pop(waiter, None)
         if waiter.unsure_until > BOOT_CLOCK.now():
-            # Something that it asked may yet take effect, and is looked for until it cannot any more.
+            # One of its requests may still take effect: look for its lease until that is impossible.
             self._gone[waiter] = None
             self._beat()
 
@@ -453,7 +457,7 @@ class Waiting:
         return held if held.current_owner_id else waiter.held
 
     async def _cleaned_up(self, waiter: Waiter, *, keep_lease: bool) -> None:
-        """Tear the ticket and end the lease, if there is any; a caller that will not wait for that need not."""
+        """Delete the ticket and end the lease, if there is one. It goes on in a task if the caller is cancelled."""
         self._leave(waiter, NOW)
         if keep_lease:
             waiter.lease_ids.clear()
@@ -471,7 +475,7 @@ class Waiting:
             except StoreError as error:
                 self._failed(waiter, error)
         if waiter.ticket is None and not waiter.lease_ids and waiter.unsure_until == NOW:
-            return  # while the database is away, nothing is kept of those who asked in vain
+            return  # nothing was sent for this waiter: while the database is unreachable, keep no record of it
         try:
             await self._pool.apply([_abandon(waiter)], acquires=0)
         except StoreError:
@@ -483,7 +487,7 @@ class Waiting:
     # --- The heartbeat, which also asks whose turn it is
 
     async def _enliven(self) -> None:
-        """The server must count as alive before it has a ticket, or the ticket would not count."""
+        """Make this server count as alive before it gets a ticket: tickets of other servers are skipped."""
         self._beat()
         if BOOT_CLOCK.now() > self._ticked_at + 2 * TICK_S:
             if self._ticking is None or self._ticking.done():
@@ -498,14 +502,14 @@ class Waiting:
             self._listening = asyncio.create_task(self._listen(self.wake), name="pgleaderlock-locks-listen")
 
     async def _beats(self) -> None:
-        """Goes on while anybody waits, or something is to be cleaned up."""
+        """Send heartbeats while a request waits or something is to be cleaned up."""
         while self._waiters or self._gone or self._calls:
             await within(TICK_S, self._poked.wait())
             self._poked.clear()
-            with contextlib.suppress(StoreError):  # the database is away: the next beat may find it again
+            with contextlib.suppress(StoreError):  # the database is unreachable: the next heartbeat tries again
                 await self._tick()
                 await self._clear_gone()
-            await asyncio.sleep(TICK_S_MIN)  # however often it is poked
+            await asyncio.sleep(TICK_S_MIN)  # bounds the rate, however often it is woken
 
     async def _tick(self) -> None:
         firsts = {waiter.acquire.lock_name: waiter for waiter in self._queues.firsts()}
@@ -531,7 +535,7 @@ class Waiting:
                     self._gone.pop(waiter, None)
 
     def wake(self, payload: str) -> None:
-        """What a notification says: a lock's name, or nothing in particular. Other names are nothing."""
+        """Handle a notification: its payload is a lock's name, or empty for all locks. Unknown names are ignored."""
         if not payload:
             self._poked.set()
             return
@@ -539,7 +543,7 @@ class Waiting:
         if first is not None:
             first.heard = True
             first.look(NOW)
-        # Those whose ticket is not known here yet may be meant as well.
+        # It may concern waiters whose ticket is not known here yet.
         for waiter in self._unplaced:
             if waiter.acquire.lock_name == payload:
                 waiter.heard = True
@@ -547,7 +551,7 @@ class Waiting:
     # --- The end
 
     async def close(self) -> None:
-        """Wake every waiter, and let each tear its own ticket."""
+        """Wake every waiter, and let each delete its own ticket."""
         self._closing = True
         for waiter in self._waiters:
             waiter.stirred.set()
@@ -560,9 +564,9 @@ class Waiting:
                     await asyncio.wait(self._tasks)
         known = (self._beating, self._listening, self._ticking, self._alarm.task, *self._tasks, *self._entrance.tasks)
         await cancel_and_wait(*(task for task in known if task is not None))
-        # A connect that is cancelled half-way ends when nobody refers to it any more: nobody does, from here on.
+        # A connect that was cancelled half-way is closed when the last reference to it is dropped: drop ours.
         self._beating = self._listening = self._ticking = self._alarm.task = None
-        with contextlib.suppress(StoreError):  # it is only tidiness: whoever is silent is soon skipped
+        with contextlib.suppress(StoreError):  # optional: other servers soon skip the tickets of a silent one
             await self._pool.query("locks_close", server_id=self._server_id)
 
 
@@ -597,7 +601,7 @@ def encoded(operation: Operation) -> str:
 
 
 def waiting(kind: str, acquire: Acquire, lease_id: str | None, earlier: list[str] | None, **waiter: int | None) -> str:
-    """An acquire of a waiter (`acquire`, `wait`), or its end (`abandon`)."""
+    """The encoded operation for a waiter's acquire (`acquire`, `wait`), or for its end (`abandon`)."""
     sent = _Sent(
         kind,
         acquire.lock_name,

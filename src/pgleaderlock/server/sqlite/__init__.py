@@ -1,6 +1,6 @@
 """The lock server's store in one SQLite file.
 
-`store` takes requests, `writer` runs all that have gathered in one transaction, `locks` holds the rules, `waiting`
-those who wait, `file` the database file and its claim, `mark` how high tokens are if the log is lost. Rule: no reply
-before the commit has returned.
+`store` takes requests, `writer` runs the requests that have gathered in one transaction, `locks` has the rules,
+`waiting` the waiting requests, `file` the database file and its claim, `mark` the ceiling of all tokens in case the log
+is lost. Rule: no reply before the commit has returned.
 """

@@ -1,7 +1,7 @@
-"""The file of the SQLite store: claimed for one process, opened with the settings that durability needs, and its errors
-explained with a remedy.
+"""The file of the SQLite store: claims it for one process, opens it with the settings that durability needs, and
+explains its errors.
 
-Must never open a file with weaker settings than asked for: what cannot be verified is refused.
+Must never open a file with weaker settings than asked for: a setting that cannot be verified is an error.
 """
 
 import contextlib
@@ -39,23 +39,23 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
-APPLICATION_ID = 0x70676C6C  # "pgll", in the header of the file: nobody else's database is touched
+APPLICATION_ID = 0x70676C6C  # "pgll", in the header of the file: other programs' databases are refused
 SYNCHRONOUS_NORMAL = 1
 SYNCHRONOUS_FULL = 2
 SYNCHRONOUS = SYNCHRONOUS_FULL
-PAGE_BYTES = 2048  # of a new file: larger pages are written longer, and smaller ones are split more often
+PAGE_BYTES = 2048  # for new files: larger pages take longer to write, and smaller ones are split more often
 CACHE_KIB = 64 * 1024
 LOG_PAGES = 2_000
 LOG_HEADER_BYTES = 32
 FRAME_HEADER_BYTES = 24
 LOG_KEPT_FACTOR = 2
-"""A log that has become so many times longer than usual is cut when it starts again. Under load it is always somewhat
-longer than usual, and each cut would cost the time of making the file longer again."""
+"""A log that is this many times longer than usual is truncated when it restarts from its beginning. Under load it is
+always somewhat longer than usual, and each truncation would cost the time to extend the file again."""
 BUSY_MS = 2000
 LOOK_AGAIN_S = 0.01
-"""How long a check of both names is good for. A server that opens a file waits longer before it grants anything, and
-what is written just after a file was moved is lost in no other way than what was written just before."""
-# SQLite's write-ahead log needs memory that all its users share, and locks that hold: neither crosses a network.
+"""How long a check of both names is cached. A server that opens a file waits longer than this before it grants
+anything. A write just after a file was moved is lost in the same way as a write just before."""
+# SQLite's write-ahead log needs shared memory and reliable locks, and network file systems have neither.
 NETWORK_FILE_SYSTEMS = frozenset({
     "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.cephfs", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs",
     "fuse.sshfs", "gfs2", "glusterfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "smb2", "smb3", "smbfs",
@@ -65,7 +65,7 @@ _log = get_logger("pgleaderlock.server")
 
 
 def sql(name: str) -> str:
-    """The text of a statement of this store."""
+    """The text of one of this store's named statements."""
     return statements.statement(f"sqlite_{name}").decode()
 
 
@@ -76,15 +76,15 @@ _claims: "weakref.WeakSet[Claim]" = weakref.WeakSet()
 
 
 class Claim:
-    """The right to be the one process that uses a file: locks of the operating system on two files.
+    """The exclusive right of one process to use a file: operating-system locks on two files.
 
-    The file beside (`-owner`) stands for the name: the log that belongs to the name is used by one server. It stays,
-    because removing it would let two servers in. The lock on the database itself stands for the file, by whatever path
-    it is reached. Linux keeps these locks apart from SQLite's, which are POSIX locks.
+    The lock on the `-owner` file protects the name, because the log belongs to the name and only one server may use it.
+    That file is never removed, because removing it could let two servers in. The lock on the database itself protects
+    the file, whatever path leads to it. Linux keeps these locks apart from SQLite's, which are POSIX locks.
 
-    The kernel ends both with the process, however that ends. It also ends all POSIX locks of a process on a file as
-    soon as that process closes any descriptor of it. So a claim is given up after SQLite's connections are closed, and
-    a file that this very process has claimed is not even opened.
+    The kernel releases both when the process ends, however it ends. It also releases all POSIX locks of a process on a
+    file as soon as that process closes any descriptor of that file. So a claim is given up only after SQLite's
+    connections are closed, and a file that this process has claimed already is not even opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class Claim:
         self.inode: tuple[int, int] | None = None
         try:
             self._take_name(path)
-            if sys.platform == "linux":  # elsewhere, the lock on the database would shut out SQLite's own
+            if sys.platform == "linux":  # elsewhere, a lock on the database would conflict with SQLite's own locks
                 self._take_file(path)
             _refuse_second_name(path)
         except BaseException:
@@ -146,8 +146,8 @@ def _locked(fd: int) -> bool:
 
 
 def _refuse_second_name(path: Path) -> None:
-    """SQLite finds the log by the name of the file. By another name it would not see what a killed server has left
-    there, and tokens would be given again."""
+    """Refuse a file with hard links, or mounted by itself: SQLite finds the log by the file's name. Under another name
+    it would miss the log that a killed server has left, and tokens would be granted again."""
     if path.exists() and (names := path.stat().st_nlink) > 1:
         raise StoreError(
             f"{path} has {names} names (hard links), and its log belongs to one of them: remove the others "
@@ -160,7 +160,7 @@ def _refuse_second_name(path: Path) -> None:
 
 
 def _in_child() -> None:
-    """A forked child must not keep the claim of a parent that has died."""
+    """In a forked child: drop the claims, which would otherwise outlive the parent."""
     for claim in list(_claims):
         claim.give_up()
 
@@ -169,8 +169,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class Identity:
-    """Which files the connection writes to. When the names lead to other files, the server that opens them next does
-    not see what is written here, and would give the same tokens again."""
+    """The files that the connection writes to. If the names lead to other files by now, the next server that opens them
+    does not see what is written here, and would grant the same tokens again."""
 
     def __init__(self, path: Path) -> None:
         self._verified_at = float("-inf")
@@ -178,7 +178,7 @@ class Identity:
         self._were = self._are()
 
     def verify(self) -> None:
-        """Before each transaction that grants. Looks at both names, at most once within `LOOK_AGAIN_S`."""
+        """Called before each transaction that grants: checks both names, at most once within `LOOK_AGAIN_S`."""
         now = time.monotonic()
         if now - self._verified_at < LOOK_AGAIN_S:
             return
@@ -208,7 +208,7 @@ def open_writer(path: Path, vfs: str | None) -> apsw.Connection:
         connection = apsw.Connection(str(path), vfs=vfs, statementcachesize=64)
         try:
             connection.set_busy_timeout(BUSY_MS)
-            # A start that fails leaves the log as it was found: it is compared with the mark at the next one.
+            # A failed start must leave the log unchanged: the next start compares it with the mark.
             connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
             if fresh:
                 connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
@@ -227,7 +227,7 @@ def open_writer(path: Path, vfs: str | None) -> apsw.Connection:
 
 
 def open_to_look(path: Path, vfs: str | None) -> apsw.Connection:
-    """A connection that changes nothing, not even at its close. Raises `StoreError` for a file that is damaged."""
+    """A connection that changes nothing, not even when it is closed. Raises `StoreError` for a damaged file."""
     with described(path):
         connection = apsw.Connection(str(path), vfs=vfs)
         try:
@@ -243,8 +243,8 @@ def open_to_look(path: Path, vfs: str | None) -> apsw.Connection:
 
 
 def _tighten(path: Path) -> None:
-    """A reader of these files learns the ids of leases, and could release them. SQLite gives new files beside the
-    database the mode of the database."""
+    """Restrict the file's mode: who can read it learns the ids of leases, and could release them. SQLite gives new
+    files beside the database the same mode."""
     for suffix in ("", "-wal", "-shm", "-owner", "-mark"):
         file = Path(f"{path}{suffix}")
         mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else 0
@@ -265,20 +265,20 @@ def _log_bytes() -> int:
 
 
 def _make_room(log: Path) -> None:
-    """Gives the log its usual length from the beginning: a commit that makes a file longer takes twice the time.
+    """Extend the log to its usual length at the start: a commit that extends a file takes twice the time.
 
-    SQLite never reads what is behind the last commit in a log, and zeros are no pages.
+    SQLite never reads beyond the last commit in a log, and zeros are not valid pages.
     """
-    with contextlib.suppress(OSError), log.open("ab", buffering=0) as file:  # if it cannot be done, it grows by itself
+    with contextlib.suppress(OSError), log.open("ab", buffering=0) as file:  # if this fails, the log grows as needed
         was_bytes = file.tell()
         missing_bytes = max(0, _log_bytes() - was_bytes)
         if file.write(bytes(missing_bytes)) < missing_bytes:
-            file.truncate(was_bytes)  # what is left of the disk is needed by others, the mark among them
+            file.truncate(was_bytes)  # leave the rest of the disk to other files, such as the mark
         os.fsync(file.fileno())
 
 
 def open_reader(path: Path, vfs: str | None) -> apsw.Connection:
-    """A connection that cannot write, and leaves the log to the writer's."""
+    """A connection that cannot write, and leaves checkpoints of the log to the writer's connection."""
     with described(path):
         connection = apsw.Connection(str(path), vfs=vfs, statementcachesize=16)
         connection.set_busy_timeout(BUSY_MS)
@@ -289,7 +289,7 @@ def open_reader(path: Path, vfs: str | None) -> apsw.Connection:
 
 
 def open_copier(path: Path, vfs: str | None) -> apsw.Connection:
-    """A connection that copies the log into the file, as durably as the writer would."""
+    """A connection that copies the log into the file (a checkpoint), as durably as the writer's would."""
     with described(path):
         connection = apsw.Connection(str(path), vfs=vfs)
         _set_up(connection, path)
@@ -298,7 +298,7 @@ def open_copier(path: Path, vfs: str | None) -> apsw.Connection:
 
 
 def refuse_bad_place(path: Path) -> None:
-    """Before anything is made there."""
+    """Refuse an unusable folder before anything is created in it."""
     if not path.parent.is_dir():
         raise StoreError(f"the folder {path.parent} does not exist: create it, or choose another --store")
     if path.exists() and not path.is_file():
@@ -314,7 +314,7 @@ def refuse_bad_place(path: Path) -> None:
 
 
 def _file_system(folder: Path) -> str:
-    """The kind of file system of a folder, or "" where the system does not say."""
+    """The type of a folder's file system, or "" if the system does not tell."""
     best, kind = "", ""
     for mount, mounted in _mounts():
         if len(mount) >= len(best) and folder.is_relative_to(mount):
@@ -323,14 +323,14 @@ def _file_system(folder: Path) -> str:
 
 
 def _mounts() -> Iterator[tuple[str, str]]:
-    """Where something is mounted, and the kind of its file system; nothing where the system does not say."""
+    """The mount points with the types of their file systems; none if the system does not tell."""
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
         return
     for line in lines:
         fields, _, rest = line.partition(b" - ")
-        # Blanks and backslashes are written as three octal digits.
+        # Blanks and backslashes are encoded as three octal digits.
         mount = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), fields.split(b" ")[4])
         yield os.fsdecode(mount), rest.split(b" ")[0].decode()
 
@@ -352,7 +352,7 @@ def _refuse_strange(connection: apsw.Connection, path: Path) -> None:
 def _set_up(connection: apsw.Connection, path: Path) -> None:
     mode = connection.execute("PRAGMA journal_mode = WAL").get
     connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS}")
-    connection.execute("PRAGMA fullfsync = ON")  # where a plain sync stops at the drive's cache; elsewhere no effect
+    connection.execute("PRAGMA fullfsync = ON")  # for systems whose fsync stops at the drive's cache, such as macOS
     connection.execute("PRAGMA checkpoint_fullfsync = ON")
     connection.execute(f"PRAGMA cache_size = {-CACHE_KIB}")
     connection.execute("PRAGMA temp_store = MEMORY")
@@ -366,7 +366,7 @@ def _set_up(connection: apsw.Connection, path: Path) -> None:
 
 
 def sync_commits(connection: apsw.Connection, wanted: bool) -> None:
-    """Whether the commits from now on wait for the disk. Not inside a transaction."""
+    """Set whether commits wait for the disk from now on. Must not be called inside a transaction."""
     connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS if wanted else SYNCHRONOUS_NORMAL}")
 
 
@@ -379,7 +379,7 @@ def _make_schema(connection: apsw.Connection) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The name of a new file is durable only when its folder is."""
+    """Sync a folder: the name of a new file is durable only when its folder is."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -405,7 +405,8 @@ class described:  # noqa: N801 - used like contextlib.suppress
 
 
 def explained(error: Exception, path: Path) -> Exception:
-    """The error with its remedy. An error that is not SQLite's or the operating system's stays as it is."""
+    """A `StoreError` that says what to do. Errors that are not SQLite's or the operating system's are returned
+    unchanged."""
     if isinstance(error, apsw.BusyError | apsw.LockedError):
         return StoreBusy(f"{path} is locked by another program that reads or writes it: try again in a moment")
     if isinstance(error, OSError):

@@ -1,16 +1,16 @@
-"""The mark beside the SQLite file: what must be known about a store when its log is damaged.
+"""The mark beside the SQLite file: what must be known about a store if its log is damaged.
 
-After a kill, SQLite reads the log up to the first page whose checksum is wrong, and says nothing about the rest. Grants
-in the rest would be forgotten, and their tokens given again. So the mark keeps two things outside the log:
+After a kill, SQLite reads the log up to the first page with a wrong checksum, and silently ignores the rest. Grants in
+the rest would be lost, and their tokens granted again. So the mark keeps two things outside the log:
 
-- The ceiling: no token above it is granted before a higher ceiling is on the disk. After an unclean end every lock goes
-  on above the ceiling, whatever is left of the log.
-- A note of how many pages the log has. It is written after each commit and not synced: the system keeps it when the
-  process is killed. A log with fewer pages than noted was damaged. After a restart of the machine the note proves
-  nothing, and is not compared.
+- The ceiling: no token above it is granted before a higher ceiling is on the disk. After an unclean end, every lock
+  continues above the ceiling, whatever is left of the log.
+- A note of how many pages the log has. It is written after each commit and not synced: the system keeps it if the
+  process is killed. A log with fewer pages than noted was damaged. After a restart of the machine, the note proves
+  nothing and is not compared.
 
-A file that was copied from earlier is known by the number of its run, or by its run not having ended. Where the mark
-itself is lost, nothing says how old the file is, and tokens go on far above it.
+An old copy of the file is recognised by its run number, or by its run not having ended. If the mark itself is lost, the
+age of the file is unknown, and tokens continue far above those in it.
 
 Must never lower the ceiling.
 """
@@ -31,9 +31,9 @@ from pgleaderlock.server.store import StoreError
 __all__ = ["RESERVED_TOKENS", "Left", "Mark", "begin_run", "examine"]
 
 RESERVED_TOKENS = 10_000
-"""How far a new ceiling is above the token that needs it: one sync for so many grants of the busiest lock."""
+"""How far a new ceiling is above the token that needs it: the busiest lock needs one sync for this many grants."""
 UNKNOWN_TOKENS = 1_000_000
-"""How far tokens go on above those of the file, where no mark says how many were granted."""
+"""Without a mark, tokens continue this far above the highest one in the file."""
 MAGIC = b"pgllmark"
 HEAD = struct.Struct("<8sqqq?16s")
 CHECKSUM = struct.Struct("<I")
@@ -52,9 +52,9 @@ class Head(NamedTuple):
     run: int
     ceiling: int
     clean: bool
-    """The run has ended, and all of its log is in the file."""
+    """The run has ended cleanly: all of its log is in the file."""
     boot: bytes
-    """Which run of the machine wrote this."""
+    """The boot id of the machine when this was written."""
 
     def encode(self) -> bytes:
         packed = HEAD.pack(MAGIC, *self)
@@ -62,20 +62,20 @@ class Head(NamedTuple):
 
 
 class LogState(NamedTuple):
-    """A log: the two numbers that are new each time it starts at its beginning, and how many pages count."""
+    """The state of a log: its two salts, which change each time it restarts from its beginning, and its valid pages."""
 
     salts: tuple[int, int] | None
     pages: int
 
 
 def read_mark(path: Path) -> tuple[Head, LogState | None] | None:
-    """The mark of a file, with its note if that is whole; None if there is none, or nothing in it. Raises `ValueError`
-    for a damaged one."""
+    """The mark of a file, with its note if that is intact; None if the mark is missing or empty. Raises `ValueError`
+    for a damaged mark."""
     try:
         data = mark_path(path).read_bytes()
     except FileNotFoundError:
         return None
-    if not data:  # there was no space for it
+    if not data:  # the disk was full when it was created
         return None
     head = data[: HEAD.size]
     if len(data) < HEAD_BYTES or data[HEAD.size : HEAD_BYTES] != CHECKSUM.pack(zlib.crc32(head)):
@@ -98,7 +98,7 @@ def mark_path(path: Path) -> Path:
 
 
 def boot() -> bytes:
-    """Which run of the machine this is, or zeros where the system does not say."""
+    """The boot id of the machine, or zeros if the system has none."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         return bytes.fromhex(text.strip().replace("-", "")).ljust(16, b"\0")[:16]
@@ -110,22 +110,22 @@ def boot() -> bytes:
 
 
 class Left(NamedTuple):
-    """What an earlier run has left."""
+    """The state of the store that an earlier run has left."""
 
     store_id: int
     run: int
-    """Of the last run that the file knows of; 0: it is new."""
+    """The number of the last run in the file; 0 for a new file."""
     floor: int
-    """Tokens up to this one may have been granted, although the file does not know of them."""
+    """Tokens up to this one may have been granted, even if they are not in the file."""
     ceiling: int
     """No token above this one was ever granted."""
     unclean: bool
     lost: str | None
-    """What is known to be missing."""
+    """Text that says what is known to be missing; None if nothing is."""
 
 
 def examine(connection: apsw.Connection, path: Path) -> Left:
-    """Compares file, log and mark. Nothing may have been written by this process yet."""
+    """Compares file, log and mark. Call it before this process writes anything."""
     log = _log_state(connection, path)
     store_id, run, ended = None, 0, 0
     if not connection.execute(sql("empty")).get:
@@ -143,7 +143,7 @@ def examine(connection: apsw.Connection, path: Path) -> Left:
         if head.clean and (store_id, run, ended) == (head.store_id, head.run, run):
             return Left(head.store_id, run, 0, head.ceiling, False, None)
         if store_id is None or (store_id == head.store_id and run <= head.run + 1):  # a start writes it last
-            # A file that has lost everything is still the same store: its tokens go on.
+            # A file that has lost everything is still the same store: its tokens continue.
             lost = _lost(head, noted, log, run)
             return Left(head.store_id, run, head.ceiling, max(head.ceiling, highest), True, lost)
         trouble = "belongs to another store, or is older than the file"
@@ -153,7 +153,7 @@ def examine(connection: apsw.Connection, path: Path) -> Left:
 
 
 def _lost(head: Head, noted: LogState | None, log: LogState, run: int) -> str | None:
-    """What is missing of the file and its log, by the mark."""
+    """What is missing from the file and its log according to the mark; None if nothing is."""
     lost = lost_of_log(noted, log) if noted is not None and not head.clean and head.boot == boot() else None
     if lost is None and (run < head.run or head.clean):
         lost = "the file is older than its mark: a copy from earlier, or its log is missing"
@@ -161,8 +161,8 @@ def _lost(head: Head, noted: LogState | None, log: LogState, run: int) -> str | 
 
 
 def begin_run(connection: apsw.Connection, path: Path, left: Left) -> tuple["Mark", int]:
-    """Counts a new run, and makes what it needs to know durable. Gives its number."""
-    # First with the number of the last run: a start that finds no space for a mark has counted none.
+    """Begins a new run: writes its number and the new mark durably. Returns the mark and the number."""
+    # Write the mark with the number of the last run first: if there is no space for it, no run has been counted.
     mark = Mark(path, Head(left.store_id, left.run, left.ceiling, False, boot()))
     try:
         with described(path):
@@ -195,14 +195,14 @@ def _salts_of(path: Path) -> tuple[int, int] | None:
 
 
 def lost_of_log(noted: LogState, found: LogState) -> str | None:
-    """What is missing of the log that was noted; None if nothing is."""
+    """What is missing from the log according to the note; None if nothing is."""
     if noted.salts is None or noted.pages == 0:
         return None
     if found.salts == noted.salts:
         missing = noted.pages - found.pages
         return f"{missing} of {noted.pages} pages of the log are damaged or missing" if missing > 0 else None
     if found.salts is not None and found.salts[0] == (noted.salts[0] + 1) & 0xFFFFFFFF:
-        # It had just started again, which it does when all of it is in the file. The second number is then another.
+        # The log may just have restarted, which happens when all of it is in the file: then the second salt differs.
         return None if found.salts[1] != noted.salts[1] else "the header of the log is damaged"
     return f"the log of {noted.pages} pages is damaged or missing (or another program has copied it into the file)"
 
@@ -211,10 +211,10 @@ def lost_of_log(noted: LogState, found: LogState) -> str | None:
 
 
 class Mark:
-    """Written by the thread that writes the store."""
+    """The mark of an open store. Only the thread that writes the store uses it."""
 
     def __init__(self, path: Path, head: Head) -> None:
-        """Durable when this returns, and without a note: that of an earlier run would be compared with a new log."""
+        """Write the mark durably, without a note: the note of an earlier run must not be compared with a new log."""
         self._path = path
         self._head = head
         self._pages = _ANY_LENGTH
@@ -238,14 +238,14 @@ class Mark:
         self._write(self._head._replace(run=run))
 
     def reserve(self, token: int) -> int:
-        """The new ceiling, so that this token may be granted."""
+        """Raise the ceiling durably, so that this token may be granted; returns the new ceiling."""
         self._write(self._head._replace(ceiling=token + RESERVED_TOKENS))
         return self._head.ceiling
 
     def note(self, pages: int) -> None:
-        """After each commit: the log has so many pages."""
-        with contextlib.suppress(OSError, struct.error):  # without a note, less is noticed, and no token is lost
-            if pages <= self._pages:  # the log has started again
+        """Note after each commit how many pages the log has."""
+        with contextlib.suppress(OSError, struct.error):  # without a note, less damage is noticed, but no token is lost
+            if pages <= self._pages:  # the log has restarted from its beginning
                 self._salts = LOG_SALTS.unpack(os.pread(self._log_fd, LOG_SALTS.size, 0))
             self._pages = pages
             first, second = self._salts
@@ -255,9 +255,9 @@ class Mark:
         self._pages = _ANY_LENGTH
 
     def end(self, *, in_order: bool) -> None:
-        """When the file is closed. `in_order`: it says that its run has ended. The end is clean if SQLite has also
-        removed the log. Harmless when repeated."""
-        with contextlib.suppress(StoreError):  # then it is not clean
+        """Called when the file is closed. `in_order`: the file records that its run has ended. The end is clean if
+        SQLite has also removed the log. May be called repeatedly."""
+        with contextlib.suppress(StoreError):  # then the end does not count as clean
             if in_order and self._fd >= 0 and not Path(f"{self._path}-wal").exists():
                 self._write(self._head._replace(clean=True))
         self.close()

@@ -1,8 +1,8 @@
-"""The database of the Go LockServer, from which a store takes over: who held what, and the highest token of each lock.
+"""Reads the database of the Go LockServer, so that a store can take over its leases and the highest token of each lock.
 
 Its tables are recognised by their columns: `lock_name`, `owner_id`, `lease_id`, `fencing_token`, `lease_expiry_ns` and
-`version` of the locks, `lock_name` and `last_token` of the tokens. A row that is not of these types is refused, rather
-than a token forgotten.
+`version` of the locks, `lock_name` and `last_token` of the tokens. A row with other types is an error, because skipping
+it could lose a token.
 
 Must never change that database, and never read it while its server runs.
 """
@@ -27,12 +27,12 @@ _TOKENS = ("lock_name", "last_token")
 
 
 def read_original(path: Path) -> list[Adopted]:
-    """Every lock that it knows of. Raises `StoreError` with the remedy."""
+    """Every lock in the database. Raises `StoreError`, whose text says what to do."""
     if not path.is_file():
         raise StoreError(f"--import-go {path}: there is no such file")
     try:
         with contextlib.closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE)) as connection:
-            # With this mode a transaction is alone: it fails while another program has the database open.
+            # In this mode a transaction excludes every other program: it fails while another one has the database open.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("BEGIN EXCLUSIVE")
             try:
@@ -56,7 +56,7 @@ def _locks(connection: apsw.Connection, path: Path, now_ns: int) -> Iterator[Ado
         elif last > 0:
             yield Adopted(name, last, version or 0)
     for name, last in tokens.items():
-        if _checked(path, name, last) > 0:  # a lock that was never granted has nothing to keep
+        if _checked(path, name, last) > 0:  # nothing has to be kept of a lock that was never granted
             yield Adopted(name, last, 0)
 
 

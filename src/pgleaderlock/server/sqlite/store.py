@@ -1,9 +1,9 @@
-"""The lock store in one SQLite file: for one server, durable at every answer.
+"""The lock store in one SQLite file, for one server. Every answer is durable before it is sent.
 
-Requests go to the writer (`writer`), the rules are in `locks`, the waiters in `waiting`, the file itself in `file`.
-Reads have a thread and a connection of their own: they see whatever has been answered, and wait for no writer.
+Requests go to the writer (`writer`), the rules are in `locks`, the waiting requests in `waiting`, the file in `file`.
+Reads have their own thread and connection: they see everything that has been answered, and never wait for the writer.
 
-Time is the boot-time clock. After a restart every lease that was held counts for its full duration again, from the
+Time is the boot-time clock. After a restart, every lease that was held is valid for its full duration again, from the
 moment the file was opened: no lease ends early, whatever the wall clock says.
 
 Must never import HTTP, and never grant anything by itself.
@@ -61,9 +61,9 @@ QUEUE_MAX = 20_000
 READS_MAX = 1_000
 FREE_KEPT_S = 24 * 60 * 60.0
 WALK_STEP = 10_000
-"""How many rows the sweep reads at once, in the readers' thread."""
+"""How many rows the sweep reads at a time, in the reader's thread."""
 WALK_MAX = 100_000
-"""How many rows one sweep reads: the next one goes on from there."""
+"""How many rows one sweep reads at most. The next sweep continues from there."""
 ADOPT_STEP = 1_000
 TIDY_STEP = 200
 """How many rows the sweep changes in one transaction."""
@@ -72,8 +72,8 @@ _T = TypeVar("_T")
 
 
 class SqliteStore:
-    """Locks in a file. `locks_max` bounds the locks that are held or have been within `free_kept_s`. Of a lock that is
-    pruned after that, token and version are kept without end."""
+    """Locks in a file. `locks_max` bounds the locks that are held or were held within `free_kept_s`. A lock that is
+    free for longer is pruned, but its token and version are kept permanently."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class SqliteStore:
         for name, number in (("locks_max", locks_max), ("waiters_max", waiters_max), ("queue_max", queue_max)):
             if number < 1:
                 raise ValueError(f"{name} must be at least 1, not {number}")
-        self._path = Path(path).resolve()  # the files beside it belong to the file, and not to a link to it
+        self._path = Path(path).resolve()  # the log and the other files beside it are those of the file, not of a link
         self._locks_max = locks_max
         self._waiters_max = waiters_max
         self._queue_max = queue_max
@@ -119,7 +119,7 @@ class SqliteStore:
             await self._loop.run_in_executor(self._readers, self._open)
         except BaseException:
             self._readers.shutdown(wait=True)
-            if self._writer is not None:  # cancelled, and open all the same
+            if self._writer is not None:  # cancelled, but the thread has opened the file
                 self._reader.close(True)
                 self._writer.stop(self._loop.create_future())
                 self._writer.join()
@@ -187,7 +187,7 @@ class SqliteStore:
                 claim.give_up()
 
     def _tell(self, left: Left) -> None:
-        """What the last run has left is for the operator to know."""
+        """Log, for the operator, how the last run has ended."""
         self.found = _found(left)
         log = get_logger("pgleaderlock.server").bind(store=str(self._path))
         if left.lost is not None:
@@ -212,7 +212,7 @@ class SqliteStore:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._timer
             self._timer = self._timer_ns = None
-        # The reader is closed first: the last connection to close, the writer's, leaves no log behind.
+        # Close the reader first: the last connection to close must be the writer's, which removes the log.
         await self._loop.run_in_executor(self._readers, self._reader.close, True)
         self._readers.shutdown(wait=False)
         done = self._loop.create_future()
@@ -248,7 +248,7 @@ class SqliteStore:
     def _waited(self, writer: Writer, ticket: Ticket) -> None:
         self._waits -= 1
         if ticket.reply.cancelled():
-            # The ticket may still be in line, or have been granted a moment ago. The writer knows which.
+            # The ticket may still be in its line, or may just have been granted. The writer finds out.
             writer.put(Cancel(ticket))
         elif ticket.share is not None:
             self._locks.fresh.pop(ticket.share.granted.lease_id, None)
@@ -295,7 +295,7 @@ class SqliteStore:
 
     def _get(self, lock_name: str) -> LockView:
         find, find_token = sql("find"), sql("find_token")
-        with self._reader:  # one snapshot: the row may become a mere token between the two
+        with self._reader:  # one snapshot: between the two statements, the row may be pruned to its token
             row: Any = self._reader.execute(find, (lock_name,)).fetchone()
             token: Any = None if row is not None else self._reader.execute(find_token, (lock_name,)).fetchone()
         found = view(self._run, lock_name, row, token, self._now_ns())
@@ -310,7 +310,7 @@ class SqliteStore:
         with self._reader:
             rows: list[Any] = self._reader.execute(sql("list"), (begin, end, limit + 1)).fetchall()
             if len(rows) > limit:
-                end = rows[-1][0]  # or all tokens behind the page would be looked at for one without a row
+                end = rows[-1][0]  # otherwise the statement would search all tokens behind the page
             tokens: list[Any] = self._reader.execute(sql("list_tokens"), (begin, end, limit + 1)).fetchall()
         now_ns = self._now_ns()
         found = [view(self._run, row[0], (*row[1:], None), None, now_ns) for row in rows]
@@ -329,7 +329,7 @@ class SqliteStore:
         )  # fmt: skip
 
     def _walk(self) -> tuple[list[str], str | None]:
-        """The locks that the sweep's next step has to look at, and where that step ends (None: at the last lock)."""
+        """The locks that the sweep's next step must check, and the name at which it ends (None: at the last lock)."""
         after = self._walked_to
         now_ns = self._now_ns()
         end: str | None = self._reader.execute(sql("walk_end"), (after, WALK_STEP)).get
@@ -370,7 +370,7 @@ class SqliteStore:
         return writer
 
     def _settle(self, answers: Answers, due_ns: int | None) -> None:
-        """Gives the answers of one transaction, in the event loop, and sets the timer that wakes the writer next."""
+        """Sets the replies of one transaction, on the event loop, and the timer that wakes the writer next."""
         if due_ns != self._timer_ns and self._closing is None:
             if self._timer is not None:
                 self._timer.cancel()
@@ -387,7 +387,7 @@ class SqliteStore:
                 reply.set_result(outcome)
 
     async def _tick_at(self, due_ns: int) -> None:
-        # The clock counts in floats and may end the sleep a moment too early: then nothing would be due.
+        # The loop's clock uses floats, so a sleep may end slightly too early: then nothing would be due.
         while (left_ns := due_ns - self._now_ns()) > 0:
             await self._clock.sleep(left_ns / S)
         self._timer = self._timer_ns = None
@@ -403,10 +403,10 @@ def _found(left: Left) -> Found:
 
 
 def _end_of(prefix: str) -> str | bytes:
-    """What follows all names that start with `prefix`: a name or, since bytes follow every text in SQLite, bytes."""
+    """The end of the range of names that start with `prefix`: a name, or bytes, which SQLite sorts after every text."""
     for at in range(len(prefix) - 1, -1, -1):
         following = ord(prefix[at]) + 1
-        if following == 0xD800:  # what lies between cannot be written in a file
+        if following == 0xD800:  # skip the surrogates, which UTF-8 cannot encode
             following = 0xE000
         if following <= 0x10FFFF:
             return prefix[:at] + chr(following)

@@ -1,7 +1,7 @@
-"""Which requests wait for which lock of the SQLite store, in which order, and when a lock has to be looked at again.
+"""The waiting requests of the SQLite store: which lock each waits for, in which order, and when a lock must be checked.
 
-Must never touch the database. Only the thread that holds the writer's turn changes anything here; the counts may be
-read by others.
+Must never touch the database. Only the thread that holds the writer's turn changes anything here; other threads may
+read the counts.
 """
 
 import heapq
@@ -12,13 +12,13 @@ from pgleaderlock.server.store import Acquire, Granted, Reply
 
 __all__ = ["Line", "Share", "Ticket", "WaitingRoom"]
 
-LEASE_ENDS, TURN_ENDS = 0, 1  # of two things that are due at the same moment, the lease's end comes first
+LEASE_ENDS, TURN_ENDS = 0, 1  # sorted: of two entries due at the same moment, the end of the lease comes first
 AGENDA_SLACK = 1000
 
 
 class Share:
-    """A lease that was granted to a ticket, how many requests have been given it (a repeated acquire may be the
-    second), and how many of those are tickets that may still be cancelled."""
+    """A lease that was granted to a ticket, with the number of requests that got it (a repeated acquire gets the same
+    lease), and the number of those that are tickets and may still be cancelled."""
 
     __slots__ = ("granted", "receivers", "tickets")
 
@@ -50,7 +50,7 @@ class Line:
     def __init__(self) -> None:
         self.tickets: OrderedDict[Ticket, None] = OrderedDict()
         self.look_ns: int | None = None
-        """When the agenda says to look at this lock: a later entry is not needed."""
+        """When the agenda has this lock checked. No later entry is needed."""
         self._keys: dict[str, dict[Ticket, None]] = {}
 
     @property
@@ -70,7 +70,7 @@ class Line:
                 del self._keys[key]
 
     def with_key(self, key: str | None) -> Acquire | None:
-        """What was asked for with this key by those who wait: they all repeat one request."""
+        """The acquire that the waiting requests with this key repeat; None if there is none."""
         tickets = self._keys.get(key) if key is not None else None
         return next(iter(tickets)).acquire if tickets else None
 
@@ -81,7 +81,7 @@ class Line:
 
 
 class WaitingRoom:
-    """All lines, and the agenda: what is due next, be it the end of a lease that somebody waits for or of a ticket."""
+    """All lines, and the agenda of what is due next: the end of a lease that a request waits for, or of a ticket."""
 
     def __init__(self) -> None:
         self.lines: dict[str, Line] = {}
@@ -90,7 +90,7 @@ class WaitingRoom:
         self._number = itertools.count()
 
     def add(self, ticket: Ticket, lease_ends_ns: int) -> None:
-        """Puts the ticket at the end of its line. The lease in the way ends at `lease_ends_ns`, if not renewed."""
+        """Puts the ticket at the end of its line. The lease in the way ends at `lease_ends_ns` unless it is renewed."""
         name = ticket.acquire.lock_name
         self.lines.setdefault(name, Line()).add(ticket)
         self.waiting += 1
@@ -111,20 +111,21 @@ class WaitingRoom:
         return True
 
     def look_at(self, lock_name: str, due_ns: int) -> None:
-        """Has this lock looked at when its lease ends, or earlier if that is on the agenda already."""
+        """Schedules a check of this lock at `due_ns`, unless an earlier one is on the agenda."""
         line = self.lines.get(lock_name)
         if line is not None and (line.look_ns is None or due_ns < line.look_ns):
             line.look_ns = due_ns
             heapq.heappush(self._agenda, (due_ns, LEASE_ENDS, next(self._number), lock_name, None))
-            self._tidy()  # a lease that is renewed for less each time has a new entry each time
+            self._tidy()  # a lease that is shortened by each renewal adds an entry each time
 
     def look_at_all(self, due_ns: int) -> None:
-        """After a transaction that failed: the agenda was made from rows that were rolled back."""
+        """Schedules a check of all locks, after a failed transaction: the agenda came from rows that were rolled
+        back."""
         for name in self.lines:
             self.look_at(name, due_ns)
 
     def due(self, now_ns: int) -> tuple[str, Ticket | None] | None:
-        """The next thing that is due: a lock to look at, or a ticket whose time is up."""
+        """The next entry that is due: a lock to check, or a ticket whose wait is over."""
         while self._agenda and self._agenda[0][0] <= now_ns:
             due_ns, kind, _, name, ticket = heapq.heappop(self._agenda)
             line = self.lines.get(name)
@@ -142,7 +143,8 @@ class WaitingRoom:
         return self._agenda[0][0] if self._agenda else None
 
     def _tidy(self) -> None:
-        """Entries of tickets that have gone stay until they are due. This bounds how many there are."""
+        """Removes the entries of tickets that have gone, to bound their number: otherwise they stay until they are
+        due."""
         if len(self._agenda) > 2 * (self.waiting + len(self.lines)) + AGENDA_SLACK:
             self._agenda = [entry for entry in self._agenda if self._is_live(entry)]
             heapq.heapify(self._agenda)

@@ -69,7 +69,7 @@ def _imported(work: str | Work) -> Work:
 
 
 def _own_connections(work: Work) -> Work:
-    """Django closes a thread's connections at the end of a request; here a term is what ends."""
+    """Close the thread's database connections before and after a term, as Django does at the end of a request."""
 
     def run(token: LeaderToken, stop: threading.Event) -> object:
         connections.close_all()
