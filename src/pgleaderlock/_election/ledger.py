@@ -28,7 +28,7 @@ HOLD_S = 2.0
 MOVE_S = 30.0
 NO_HOLDER = dict.fromkeys(("beat", "holder_identity", "node_id", "lease_s", "backend_pid", "backend_start"))
 # What `ledger_try_and_look` marks roles with.
-GRANTED, ENDED, RESERVED, FOR_US = 1, 2, 4, 8
+GRANTED, ENDED, RESERVED, FOR_US, OTHER_KEY = 1, 2, 4, 8, 16
 NEVER_OLD = GRANTED | RESERVED
 # The ledger's version from which on it records gates and wishes.
 GATES_VERSION = 5
@@ -102,6 +102,8 @@ class Look(NamedTuple):
     """The backend of the recorded holder has ended, or its lease. Only a close look and a lease's look tell."""
     hold: str = "session"
     """How the holder holds it. Only a lease's look tells."""
+    other_key: bool = False
+    """It is recorded under another key than this node's: their two locks exclude nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +430,7 @@ def looks(row: tuple[Any, ...], names: Sequence[str]) -> Iterator[Look]:
             ended=bool(marks & ENDED),
             reserved=bool(marks & RESERVED),
             for_us=bool(marks & FOR_US),
+            other_key=bool(marks & OTHER_KEY),
             # Without a holder, its record ended long ago and was pruned.
             **(holder or NO_HOLDER),
         )

@@ -45,7 +45,8 @@ EXECUTE pgleaderlock_heartbeat (%(session_id)s, %(settled)s, %(draining)s, %(key
 -- Here and in the next two there is one row for all roles of one holder that share their marks, with the place of each
 -- role among those asked for, and its epoch, as text: of a thousand roles there are few holders, a long reply costs a
 -- standby more than all the rest, and one that reads like the last one need not be read. `marks` are 1 for a granted lock,
--- 2 for a term that has ended (or never was), 4 for what is left to another node, 8 for what is left to us.
+-- 2 for a term that has ended (or never was), 4 for what is left to another node, 8 for what is left to us, 16 for a role that
+-- is recorded under another key than the caller's.
 -- What was given up for another node is left to it for a moment. One that does not see the reservation yet (its snapshot
 -- is older) may win all the same: a preference, and no promise.
 WITH reserved AS MATERIALIZED (
@@ -53,14 +54,15 @@ WITH reserved AS MATERIALIZED (
     WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s
       AND r.released_at BETWEEN clock_timestamp() - %(hold_s)s * interval '1 second' AND clock_timestamp()
 ), tried AS MATERIALIZED (
-    SELECT a.role, a.place, r.role IS NOT NULL AS reserved,
+    SELECT a.role, a.place, a.key1, a.key2, r.role IS NOT NULL AS reserved,
            CASE WHEN a.wanted AND r.role IS NULL THEN CASE WHEN pg_try_advisory_lock(a.key1, a.key2)
                 THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END ELSE false END AS granted
     FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
          WITH ORDINALITY AS a (role, key1, key2, wanted, place)
     LEFT JOIN reserved r ON r.role = a.role
 ), looked AS (
-    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer AS marks,
+    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer
+               + 16 * ((l.key1, l.key2) <> (t.key1, t.key2) IS TRUE)::integer AS marks,
            string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
     FROM tried t
     LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
@@ -82,7 +84,7 @@ WITH reserved AS MATERIALIZED (
       AND r.released_at BETWEEN clock_timestamp() - %(hold_s)s * interval '1 second' AND clock_timestamp()
     GROUP BY r.role
 ), tried AS MATERIALIZED (
-    SELECT a.role, a.place, coalesce(NOT r.for_us, false) AS reserved, coalesce(r.for_us, false) AS for_us,
+    SELECT a.role, a.place, a.key1, a.key2, coalesce(NOT r.for_us, false) AS reserved, coalesce(r.for_us, false) AS for_us,
            CASE WHEN a.wanted AND coalesce(r.for_us, true) THEN CASE WHEN pg_try_advisory_lock(a.key1, a.key2)
                 THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END ELSE false END AS granted
     FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
@@ -90,7 +92,7 @@ WITH reserved AS MATERIALIZED (
     LEFT JOIN reserved r ON r.role = a.role
 ), looked AS (
     SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer
-               + 8 * t.for_us::integer AS marks,
+               + 8 * t.for_us::integer + 16 * ((l.key1, l.key2) <> (t.key1, t.key2) IS TRUE)::integer AS marks,
            string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
     FROM tried t
     LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
