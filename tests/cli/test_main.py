@@ -345,3 +345,49 @@ def test_a_mistyped_command_gets_a_suggestion(typed: str, hint: str, capsys: pyt
     assert f"No such command '{typed}'." in said
     assert ("Did you mean" in said) == bool(hint)
     assert hint in said
+
+
+# --- What the environment says
+
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("args", "variable", "value", "says"),
+    [
+        ("serve", "PGLEADERLOCK_SERVE_MAX_LOCKS", "many", "--max-locks is from"),
+        ("serve", "PGLEADERLOCK_SERVE_CONFIG", "/does/not/exist", "--config is from"),
+        ("serve", "PGLEADERLOCK_SERVE_TLS_CERT", "/does/not/exist", "--tls-cert is from"),
+        ("serve", "PGLEADERLOCK_SERVE_MAX_CONNECTIONS", "99999999", "--max-connections is from"),
+        ("serve", "PGLEADERLOCK_SERVE_STORE", "locks.db", "--store is from"),
+        ("dashboard --dsn host=127.0.0.1", "PGLEADERLOCK_DASHBOARD_PORT", "a", "--port is from"),
+        ("lock get x", "PGLEADERLOCK_SERVER", "nonsense", "--server is from"),
+        (f"lock get x --server {NOWHERE}", "PGLEADERLOCK_TOKEN", "not secret", "one word"),
+        ("status --name x", "PG_DSN", "nonsense", "--dsn is from"),
+        ("migrate", "PG_DSN", "nonsense", "--dsn is from"),
+    ],
+)
+def test_what_a_variable_says_wrongly_is_told_with_its_name(
+    args: str,
+    variable: str,
+    value: str,
+    says: str,
+    *,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert _app.run(args.split()) == 2
+    said = capsys.readouterr().err
+    assert said.count(variable) == 1
+    assert says in said
+    assert "not secret" not in said
+
+
+def test_what_an_option_says_wrongly_is_not_told_of_a_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PGLEADERLOCK_SERVE_MAX_LOCKS", "7")
+    assert _app.run(["serve", "--max-locks", "many"]) == 2
+    assert "PGLEADERLOCK_SERVE_MAX_LOCKS" not in capsys.readouterr().err

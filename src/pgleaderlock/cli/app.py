@@ -15,13 +15,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import click
 
-from pgleaderlock.cli.output import EXIT_OK, EXIT_USAGE, exit_code_for_signal, without_passwords
+from pgleaderlock.cli.output import EXIT_OK, EXIT_USAGE, exit_code_for_signal, from_variables, without_passwords
 from pgleaderlock.errors import LockServerRefused, PgLeaderLockError
 
 __all__ = ["COMMANDS", "LazyCommand", "run"]
@@ -102,6 +102,8 @@ class _Invocation:
     """What the options before the command's name said."""
 
     debug: bool = False
+    meta: Mapping[str, object] = field(default_factory=dict)
+    """What the options of the command have remembered."""
 
 
 def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -118,13 +120,14 @@ def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> N
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show version."
 )
-@click.pass_obj
-def _group(invocation: _Invocation, debug: bool) -> None:
+@click.pass_context
+def _group(ctx: click.Context, debug: bool) -> None:
     """Leader election on PostgreSQL.
 
     Exit codes: 0 yes, 1 no, 2 usage or database, 75 not won, 76 lost, 126 and 127 as a shell, 128+n by signal n.
     """
-    invocation.debug = debug
+    invocation = ctx.ensure_object(_Invocation)
+    invocation.debug, invocation.meta = debug, ctx.meta
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -143,12 +146,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not stdout:
             # click's only trace of a broken pipe: it wraps the streams and exits with 1, which means "no" here.
             sys.stdout, sys.stderr = stdout, stderr
-            return _exit_code_of(BrokenPipeError(), debug=invocation.debug)
-        return _exit_code_of(error, debug=invocation.debug)
+            return _exit_code_of(BrokenPipeError(), invocation)
+        return _exit_code_of(error, invocation)
     return result if isinstance(result, int) else EXIT_OK
 
 
-def _exit_code_of(error: BaseException, *, debug: bool) -> int:
+def _exit_code_of(error: BaseException, invocation: _Invocation) -> int:
     if isinstance(error, BrokenPipeError):
         # The reader of our output has closed the pipe: no error.
         _discard_output()
@@ -159,15 +162,17 @@ def _exit_code_of(error: BaseException, *, debug: bool) -> int:
         # Always 2: click's own 1 would read as "no". Its texts quote what was typed, a DSN in the wrong place too.
         shown = io.StringIO()
         error.show(shown)
-        print(without_passwords(shown.getvalue()), end="", file=sys.stderr)
+        told = without_passwords(shown.getvalue()).rstrip("\n")
+        print(told + from_variables(invocation.meta, told), file=sys.stderr)
         return EXIT_USAGE
     if isinstance(error, click.Abort | KeyboardInterrupt):
         return exit_code_for_signal(signal.SIGINT)
     # An OSError comes from the machine, such as a full disk behind our output: no defect of ours.
     if isinstance(error, PgLeaderLockError | OSError):
-        if debug:
+        if invocation.debug:
             _print_traceback(error)
-        print("error:", " ".join(str(error).split()) + _hint(error), file=sys.stderr)
+        told = " ".join(str(error).split()) + _hint(error)
+        print("error:", told + from_variables(invocation.meta, told), file=sys.stderr)
         code = getattr(error, "exit_code", EXIT_USAGE)
         return code if isinstance(code, int) else EXIT_USAGE
     _print_traceback(error)
