@@ -391,3 +391,23 @@ def test_what_an_option_says_wrongly_is_not_told_of_a_variable(
     monkeypatch.setenv("PGLEADERLOCK_SERVE_MAX_LOCKS", "7")
     assert _app.run(["serve", "--max-locks", "many"]) == 2
     assert "PGLEADERLOCK_SERVE_MAX_LOCKS" not in capsys.readouterr().err
+
+
+# --- Interrupted before it has begun
+
+
+INTERRUPTED = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "pgleaderlock.cli.app", "pgleaderlock.errors", "pgleaderlock.cli.admin"])
+def test_ctrl_c_while_the_program_is_imported_ends_it_with_130_and_without_a_traceback(module: str) -> None:
+    done = run_program("keys", "x", code=INTERRUPTED.format(module=module))
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.strip() == ""
