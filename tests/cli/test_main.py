@@ -17,7 +17,7 @@ from pgleaderlock._pg.conninfo import LIBPQ_VARIABLES
 from pgleaderlock.cli import app as _app
 from pgleaderlock.cli import logging, main
 from pgleaderlock.cli import output as _output
-from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
+from pgleaderlock.errors import ConfigurationError, LockServerRefused, PgLeaderLockError
 from pgleaderlock.keys import key_pair
 
 PATIENCE_S = 30.0
@@ -142,6 +142,12 @@ class _Coded(PgLeaderLockError):
         (ConfigurationError("wrong"), 2, "error: wrong\n"),
         (_Coded("not found"), 127, "error: not found\n"),
         (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
+        (
+            LockServerRefused(403, "add --allowed-host"),
+            2,
+            "error: add --allowed-host (an option of `pgleaderlock serve`; or give an address to --server)\n",
+        ),
+        (LockServerRefused(403, "in a newer server's words"), 2, "error: in a newer server's words\n"),
         (click.ClickException("click says 1 by itself"), 2, "Error: click says 1 by itself\n"),
         (SystemExit(76), 76, ""),
         (SystemExit("text"), 2, "error: text\n"),

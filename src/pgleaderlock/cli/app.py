@@ -65,6 +65,16 @@ COMMANDS = {
 }
 
 
+_GIVE_ONE = "--token-file FILE, or the variable PGLEADERLOCK_TOKEN"
+# What a lock server says with a 403, by its own words, and what to do about it; the first that matches counts.
+_FORBIDDEN = (
+    ("?prefix=", f"here: give --prefix with that beginning, or another token: {_GIVE_ONE}"),
+    ("limited to locks", f"here: give a name that begins so, or another token: {_GIVE_ONE}"),
+    ("admin token", f"here: give an admin's token: {_GIVE_ONE}"),
+    ("--allowed-host", "an option of `pgleaderlock serve`; or give an address to --server"),
+)
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called."""
 
@@ -182,8 +192,12 @@ def _exit_code_of(error: BaseException, invocation: _Invocation) -> int:
 
 def _hint(error: BaseException) -> str:
     """What to do on the command line, where the error's text is written for programs."""
-    if isinstance(error, LockServerRefused) and error.status == HTTPStatus.UNAUTHORIZED:
-        return " (here: --token-file FILE, or the variable PGLEADERLOCK_TOKEN)"
+    if not isinstance(error, LockServerRefused):
+        return ""
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        return f" (here: {_GIVE_ONE})"
+    if error.status == HTTPStatus.FORBIDDEN:
+        return next((f" ({remedy})" for words, remedy in _FORBIDDEN if words in str(error)), "")
     return ""
 
 
