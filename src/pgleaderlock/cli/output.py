@@ -369,8 +369,8 @@ def plain_table(
         style = "bold" if index == 0 and not show_header else None
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold", style=style)
     for row in rows:
-        # Text, not str: values from a database are shown as they are, never read as markup.
-        table.add_row(*(Text(cell) for cell in row))
+        # Values from a database are neither read as markup nor obeyed by a terminal.
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 
