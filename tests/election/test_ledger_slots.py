@@ -38,6 +38,7 @@ def world(ledger: str, nothing_left: None) -> Iterator[World]:
         world = World(ledger, nodes)
         for namespace, name, slot in (
             (world.elsewhere, "r", "tick"),
+            (world.namespace, "q", "tick"),
             (world.namespace, "s", "tick"),
             (world.namespace, "r", "tock"),
         ):
