@@ -46,7 +46,7 @@ def key_pair(name: str, namespace: str = DEFAULT_NAMESPACE) -> KeyPair:
 
 @lru_cache(maxsize=256)  # a service uses the same few names again and again
 def _derived(name: str, namespace: str) -> KeyPair:
-    digest = hashlib.sha256(_checked("namespace", namespace) + b"\0" + _checked("name", name)).digest()
+    digest = hashlib.sha256(check_text("namespace", namespace) + b"\0" + check_text("name", name)).digest()
     key1, key2 = struct.unpack(">ii", digest[:8])
     return key1, key2
 
@@ -89,7 +89,8 @@ def _check_integer(what: str, value: object, low: int, high: int) -> None:
         raise ConfigurationError(f"{what}={value} is out of range: give an integer from {low} to {high}")
 
 
-def _checked(what: str, text: str) -> bytes:
+def check_text(what: str, text: str) -> bytes:
+    """What names a lock or a slot, encoded; or a `ConfigurationError` if that cannot be."""
     if not text:
         raise ConfigurationError(f"{what} must not be empty")
     if "\0" in text:

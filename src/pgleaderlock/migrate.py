@@ -34,6 +34,7 @@ NAME_BYTES_MAX = 63
 
 # A namespace that users have no reason to choose.
 _LOCK = key_pair("migrate", "pgleaderlock ledger")
+_CREATE_ROLE = "create the role first (CREATE ROLE … LOGIN)"
 _RUN_MIGRATE = "run `pgleaderlock migrate` on this database"
 
 
@@ -53,7 +54,11 @@ async def migrate(
     grants = _all_grants(grant_to, grant_lock_server_to, grant_reader_to)
     applied: list[int] = []
     async with _connected(dsn) as conn:
-        for version in _todo(await _looked(conn)):
+        todo = _todo(await _looked(conn))
+        roles = [role for role in (grant_to, grant_lock_server_to, grant_reader_to) if role is not None]
+        for missing in await execute(conn, "migrate_no_role", {"roles": roles}):
+            raise SchemaError(f'role "{missing["role"]}" does not exist: {_CREATE_ROLE}')
+        for version in todo:
             async with conn.transaction():
                 await _row(conn, "migrate_lock", key_params(_LOCK))
                 # Read again: another node may have applied it while we waited for the lock.
@@ -203,7 +208,7 @@ async def _grant(conn: psycopg.AsyncConnection[Any], grants: str) -> None:
     try:
         await conn.execute(grants.encode())
     except psycopg.errors.UndefinedObject as error:
-        raise SchemaError(f"{_text(error)}: create the role first (CREATE ROLE … LOGIN)") from error
+        raise SchemaError(f"{_text(error)}: {_CREATE_ROLE}") from error
     except psycopg.errors.UndefinedFunction as error:
         raise SchemaError(f"the ledger is not the one this library knows ({_text(error)})") from error
 

@@ -24,10 +24,11 @@ from pgleaderlock._config.durations import format_duration, parse_duration_s
 from pgleaderlock._election.run import is_loss
 from pgleaderlock._pg.connect import resolved
 from pgleaderlock._pg.conninfo import Dsn
-from pgleaderlock._pg.reader import PlainConnection
+from pgleaderlock._pg.explain import statement_error
+from pgleaderlock._pg.reader import PlainConnection, Refused
 from pgleaderlock.election import ElectionOptions, LeaderElection
-from pgleaderlock.errors import ConfigurationError, ConnectionError, LockError
-from pgleaderlock.keys import DEFAULT_NAMESPACE, slot_namespace
+from pgleaderlock.errors import ConfigurationError, ConnectionError, LockError, SchemaError
+from pgleaderlock.keys import DEFAULT_NAMESPACE, check_text, slot_namespace
 from pgleaderlock.models import LeaderToken
 
 __all__ = ["OnSlotFailure", "Once", "once", "slot_namespace"]
@@ -86,7 +87,7 @@ async def once(
 
     An exception of the work is raised here, and the slot counts as failed. Fence the work's writes with the token.
     """
-    every_s = _checked(every, slot, on_failure)
+    every_s = _checked(every, slot, time_zone, on_failure)
     for option, usable in (("enabled", True), ("standalone", False)):
         if options.get(option, usable) is not usable:
             raise ConfigurationError(f"{option}={not usable} does not go with once: it needs the ledger, drop it")
@@ -214,7 +215,7 @@ class _Claim:
                     f"the work of slot {self.slot} of {self.name!r} has ended, but the slot was claimed by another "
                     "node meanwhile, because our term was over: the work is run twice"
                 )
-        except (ConnectionError, LockError) as error:
+        except (ConnectionError, LockError, SchemaError) as error:
             _log.error("slot_not_finished", lock=self.name, slot=self.slot, outcome=outcome, error=error)
             if outcome == "done":
                 raise
@@ -233,9 +234,11 @@ class _Claim:
                 if self._connection is None or self._connection.closed:
                     self._connection = await PlainConnection.open(await resolved(self._dsn), "pgleaderlock once")
                 return await self._connection.row(statement, **params)
-            except ConnectionError:
-                refused = self._connection is not None and not self._connection.closed
-                if refused or now() >= give_up_at:
+            except ConnectionError as error:
+                answered = self._connection is not None and not self._connection.closed
+                if answered and isinstance(error, Refused):
+                    raise statement_error(statement, error, error.said) from None
+                if answered or now() >= give_up_at:
                     raise
             await asyncio.sleep(AGAIN_S)
 
@@ -244,7 +247,7 @@ def _of(token: LeaderToken) -> dict[str, object]:
     return {"epoch": token.epoch, "holder": token.holder_identity}
 
 
-def _checked(every: str | float | None, slot: str | None, on_failure: str) -> float:
+def _checked(every: str | float | None, slot: str | None, time_zone: str, on_failure: str) -> float:
     if (every is None) == (slot is None):
         raise ConfigurationError('give either every="1h" (a tick of the clock) or slot="…" (a name of your own)')
     if on_failure not in get_args(OnSlotFailure):
@@ -252,7 +255,9 @@ def _checked(every: str | float | None, slot: str | None, on_failure: str) -> fl
     if every is None:
         if not isinstance(slot, str) or not slot:
             raise ConfigurationError(f"slot={slot!r} is not usable: give a text that is not empty")
+        check_text("slot", slot)
         return 0.0
+    check_text("time_zone", time_zone)
     every_s = parse_duration_s(every)
     if not every_s >= 1:
         raise ConfigurationError(f"every={every!r} is not usable: a tick is at least one second long")

@@ -14,7 +14,7 @@ import pytest
 
 from pgleaderlock.cli.output import EXIT_LOST, EXIT_NO, EXIT_NOT_WON, EXIT_OK, EXIT_USAGE
 from pgleaderlock.client import LockClient
-from support.lockserver import ADMIN_TOKEN, PLAIN_TOKEN, LockServerProcess, lock_server
+from support.lockserver import ADMIN_TOKEN, PLAIN_TOKEN, PREFIX_TOKEN, LockServerProcess, lock_server
 from support.program import PATIENCE_S, Done, command, running
 
 
@@ -145,6 +145,26 @@ def test_what_is_wrong_is_2_and_one_sentence_without_the_token(
     assert said in done.err
     assert "Traceback" not in done.err
     assert PLAIN_TOKEN not in done.out + done.err
+
+
+@pytest.mark.parametrize(
+    ("args", "token", "says"),
+    [
+        (["get", "elsewhere/x"], PREFIX_TOKEN, "give a name that begins so, or another token: --token-file FILE"),
+        (["acquire", "elsewhere/x"], PREFIX_TOKEN, "give a name that begins so, or another token: --token-file FILE"),
+        (["exec", "elsewhere/x", "--", "true"], PREFIX_TOKEN, "give a name that begins so, or another token"),
+        (["list"], PREFIX_TOKEN, "give --prefix with that beginning, or another token: --token-file FILE"),
+        (["break", "x"], PLAIN_TOKEN, "give an admin's token: --token-file FILE"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_token_does_not_allow_is_told_with_the_options_that_help(
+    env: dict[str, str], args: list[str], token: str, says: str
+) -> None:
+    done = lock(*args, env={**env, "PGLEADERLOCK_TOKEN": token})
+    assert done.code == EXIT_USAGE
+    assert says in done.err
+    assert token not in done.err
 
 
 # -- exec -------------------------------------------------------------------------------------------------------------

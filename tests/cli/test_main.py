@@ -17,7 +17,7 @@ from pgleaderlock._pg.conninfo import LIBPQ_VARIABLES
 from pgleaderlock.cli import app as _app
 from pgleaderlock.cli import logging, main
 from pgleaderlock.cli import output as _output
-from pgleaderlock.errors import ConfigurationError, PgLeaderLockError
+from pgleaderlock.errors import ConfigurationError, LockServerRefused, PgLeaderLockError
 from pgleaderlock.keys import key_pair
 
 PATIENCE_S = 30.0
@@ -142,6 +142,12 @@ class _Coded(PgLeaderLockError):
         (ConfigurationError("wrong"), 2, "error: wrong\n"),
         (_Coded("not found"), 127, "error: not found\n"),
         (OSError(28, "No space left on device"), 2, "error: [Errno 28] No space left on device\n"),
+        (
+            LockServerRefused(403, "add --allowed-host"),
+            2,
+            "error: add --allowed-host (an option of `pgleaderlock serve`; or give an address to --server)\n",
+        ),
+        (LockServerRefused(403, "in a newer server's words"), 2, "error: in a newer server's words\n"),
         (click.ClickException("click says 1 by itself"), 2, "Error: click says 1 by itself\n"),
         (SystemExit(76), 76, ""),
         (SystemExit("text"), 2, "error: text\n"),
@@ -345,3 +351,69 @@ def test_a_mistyped_command_gets_a_suggestion(typed: str, hint: str, capsys: pyt
     assert f"No such command '{typed}'." in said
     assert ("Did you mean" in said) == bool(hint)
     assert hint in said
+
+
+# --- What the environment says
+
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("args", "variable", "value", "says"),
+    [
+        ("serve", "PGLEADERLOCK_SERVE_MAX_LOCKS", "many", "--max-locks is from"),
+        ("serve", "PGLEADERLOCK_SERVE_CONFIG", "/does/not/exist", "--config is from"),
+        ("serve", "PGLEADERLOCK_SERVE_TLS_CERT", "/does/not/exist", "--tls-cert is from"),
+        ("serve", "PGLEADERLOCK_SERVE_MAX_CONNECTIONS", "99999999", "--max-connections is from"),
+        ("serve", "PGLEADERLOCK_SERVE_STORE", "locks.db", "--store is from"),
+        ("dashboard --dsn host=127.0.0.1", "PGLEADERLOCK_DASHBOARD_PORT", "a", "--port is from"),
+        ("lock get x", "PGLEADERLOCK_SERVER", "nonsense", "--server is from"),
+        (f"lock get x --server {NOWHERE}", "PGLEADERLOCK_TOKEN", "not secret", "one word"),
+        ("status --name x", "PG_DSN", "nonsense", "--dsn is from"),
+        ("migrate", "PG_DSN", "nonsense", "--dsn is from"),
+    ],
+)
+def test_what_a_variable_says_wrongly_is_told_with_its_name(
+    args: str,
+    variable: str,
+    value: str,
+    says: str,
+    *,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert _app.run(args.split()) == 2
+    said = capsys.readouterr().err
+    assert said.count(variable) == 1
+    assert says in said
+    assert "not secret" not in said
+
+
+def test_what_an_option_says_wrongly_is_not_told_of_a_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PGLEADERLOCK_SERVE_MAX_LOCKS", "7")
+    assert _app.run(["serve", "--max-locks", "many"]) == 2
+    assert "PGLEADERLOCK_SERVE_MAX_LOCKS" not in capsys.readouterr().err
+
+
+# --- Interrupted before it has begun
+
+
+INTERRUPTED = """
+import os, signal, sys
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "pgleaderlock.cli.app", "pgleaderlock.errors", "pgleaderlock.cli.admin"])
+def test_ctrl_c_while_the_program_is_imported_ends_it_with_130_and_without_a_traceback(module: str) -> None:
+    done = run_program("keys", "x", code=INTERRUPTED.format(module=module))
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.strip() == ""

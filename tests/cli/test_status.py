@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import json
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,10 @@ from psycopg.conninfo import make_conninfo
 from conftest import StartPooler, StartServer
 from pgleaderlock import key_pair
 from pgleaderlock._pg.reader import PlainConnection
+from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.errors import ConnectionError
-from support.program import command
+from support.elections import fresh_database
+from support.program import command, running
 from support.proxy import Proxy
 from support.server_side import frozen
 from support.servers import open_folder
@@ -215,3 +218,38 @@ async def test_a_server_that_falls_silent_in_mid_question_is_given_up(dsn: str, 
         # A question that went on waiting would hold up the end of the program.
         assert not [task for task in asyncio.all_tasks() if "execute" in repr(task.get_coro())]
     proxy.heal()
+
+
+EVIL = "a\x1b[31mred\u202e\x07"
+
+
+def test_what_the_ledger_says_cannot_write_to_the_terminal(postgres: EmbeddedPostgres, name: str) -> None:
+    with fresh_database(postgres.dsn, ledger=True) as ledger:
+        with psycopg.connect(ledger, autocommit=True) as conn:
+            conn.execute(
+                "INSERT INTO pgleaderlock.slots (namespace, name, slot, epoch, holder_identity, outcome, detail)"
+                " VALUES ('pgleaderlock.once', %s, %s, 1, %s, 'failed', %s)",
+                (name, EVIL, EVIL, EVIL),
+            )
+            conn.execute(
+                "INSERT INTO pgleaderlock.leaders (namespace, role, epoch, ended, clean)"
+                " VALUES ('pgleaderlock', %s, 1, true, true)",
+                (EVIL,),
+            )
+            conn.execute(
+                "INSERT INTO pgleaderlock.events (kind, namespace, role, detail)"
+                " VALUES ('expired', 'pgleaderlock', %s, %s)",
+                (EVIL, EVIL),
+            )
+        for args in (("status", "--name", name), ("history", "--slots"), ("roles",), ("events",), ("watch",)):
+            said = watched(ledger) if args == ("watch",) else command(*args, "--dsn", ledger).out
+            assert "red" in said, args
+            assert not set(said) & {"\x1b", "\u202e", "\x07"}, args
+
+
+def watched(dsn: str) -> str:
+    with running("watch", "--dsn", dsn) as program:
+        program.until("red", "out")
+        program.signal(signal.SIGINT)
+        program.end()
+        return program.out

@@ -38,6 +38,7 @@ def world(ledger: str, nothing_left: None) -> Iterator[World]:
         world = World(ledger, nodes)
         for namespace, name, slot in (
             (world.elsewhere, "r", "tick"),
+            (world.namespace, "q", "tick"),
             (world.namespace, "s", "tick"),
             (world.namespace, "r", "tock"),
         ):
@@ -148,6 +149,20 @@ def test_no_later_term_begins_before_a_claim_has_committed(world: World) -> None
         assert claim(world, node=runner) == NEW
         assert world.two.bump("r")["outcome"] == "busy"
     assert world.two.bump("r")["outcome"] == "won"
+
+
+@pytest.mark.parametrize("retry", [False, True], ids=["keep", "retry"])
+@pytest.mark.parametrize(("commits", "answer"), [(True, (True, 2, None)), (False, NEW)], ids=["commits", "rolls back"])
+async def test_a_claim_that_is_asked_again_while_the_first_one_commits_is_had(
+    world: World, *, commits: bool, retry: bool, answer: tuple[Any, ...]
+) -> None:
+    """The session of the first one is gone for the client, and its statement still runs at the server."""
+    first = world.node("first")
+    with first.conn.transaction(force_rollback=not commits):
+        assert claim(world, retry=retry, node=first) == NEW
+        again = asyncio.create_task(asyncio.to_thread(claim, world, retry=retry))
+        await until(lambda: world.waits(world.one), "the claim waits")
+    assert await again == answer
 
 
 async def test_a_claim_waits_for_a_runner_that_says_just_now_that_it_is_done(world: World) -> None:

@@ -302,6 +302,13 @@ async def test_a_role_that_does_not_exist_is_named_and_the_name_is_only_a_name(l
     assert versions(ledger) == VERSIONS
 
 
+@pytest.mark.parametrize("option", ["grant_to", "grant_lock_server_to", "grant_reader_to"])
+async def test_where_a_role_does_not_exist_nothing_is_applied(empty: str, option: Any) -> None:
+    with pytest.raises(SchemaError, match='"nobody of this name" does not exist: create the role first'):
+        await migrate(empty, **{option: "nobody of this name"})
+    assert not has_schema(empty)
+
+
 # --- What a run-time role can and cannot do
 
 

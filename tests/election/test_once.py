@@ -16,20 +16,31 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
-from pgleaderlock import ConfigurationError, LeaderToken, LockError, NotLeader, fenced, key_pair, once
+from pgleaderlock import (
+    ConfigurationError,
+    LeaderToken,
+    LockError,
+    NotLeader,
+    SchemaError,
+    fenced,
+    key_pair,
+    once,
+)
 from pgleaderlock import gate as gate_module
 from pgleaderlock.embedded import EmbeddedPostgres
 from pgleaderlock.keys import KeyPair
 from pgleaderlock.migrate import migrate
 from pgleaderlock.slots import slot_namespace
 from support.counts import count
-from support.elections import HASTY, PATIENT, STEADY, admin, ledger_dsns, until
+from support.elections import HASTY, PATIENT, STEADY, admin, fresh_database, ledger_dsns, until
 from support.ledger_node import eventually
 from support.program import command, running
 from support.server_side import terminate
 
 WAIT_S = 60.0
+TICKS: tuple[Any, ...] = ({"slot": "s"}, {"every": "1d"})
 
 
 @pytest.fixture
@@ -185,6 +196,11 @@ async def test_the_token_fences_the_writes_of_the_work(ledger: str, name: str) -
         {"slot": "s", "on_failure": "never"},
         {"slot": ""},
         {"slot": 4711},
+        {"slot": "a\0b"},
+        {"slot": "a\udcff"},
+        {"slot": "x" * 513},
+        {"every": "1d", "time_zone": "\0"},
+        {"every": "1d", "time_zone": ""},
         {"slot": "s", "enabled": False},
         {"slot": "s", "standalone": True},
     ],
@@ -193,6 +209,30 @@ async def test_the_token_fences_the_writes_of_the_work(ledger: str, name: str) -
 async def test_what_makes_no_slot_is_refused_with_the_remedy(wrong: Any) -> None:
     with pytest.raises(ConfigurationError):
         await once("host=127.0.0.1 port=1", "name", Work(), **wrong)
+
+
+@pytest.mark.parametrize("there", ["nothing", "version 4"])
+async def test_a_database_without_slots_is_told_with_the_remedy(postgres: EmbeddedPostgres, there: str) -> None:
+    with fresh_database(postgres.dsn, ledger=there != "nothing") as dsn:
+        if there != "nothing":
+            with admin(dsn) as conn:
+                conn.execute("DROP TABLE pgleaderlock.slots")
+                conn.execute("DROP FUNCTION pgleaderlock.tick_of(timestamptz, interval, text)")
+        for when in TICKS:
+            with pytest.raises(SchemaError, match="run `pgleaderlock migrate`"):
+                await once(dsn, "name", Work(), **when)
+
+
+async def test_a_role_without_the_grants_is_told_of_them(postgres: EmbeddedPostgres) -> None:
+    stranger = f"stranger_{uuid.uuid4().hex[:8]}"
+    with fresh_database(postgres.dsn, ledger=True) as dsn, admin(dsn) as conn:
+        conn.execute(f"CREATE ROLE {stranger} LOGIN PASSWORD 'a-password'".encode())
+        try:
+            for when in TICKS:
+                with pytest.raises(SchemaError, match="GRANTs"):
+                    await once(make_conninfo(dsn, user=stranger, password="a-password"), "name", Work(), **when)
+        finally:
+            conn.execute(f"DROP ROLE {stranger}".encode())
 
 
 async def test_a_time_zone_that_there_is_not_is_named(node_dsn: str, name: str) -> None:
@@ -445,6 +485,7 @@ def test_exec_that_loses_its_term_ends_at_once_though_another_host_leads(
         (("--once-per", "7h"), "must divide a day"),
         (("--once-per", "1h", "--wait", "5m"), "--wait does not go with"),
         (("--slot", ""), "not empty"),
+        (("--slot", "\udcff"), "UTF-8"),
     ],
 )
 def test_exec_refuses_what_makes_no_sense(node_dsn: str, name: str, args: tuple[str, ...], says: str) -> None:

@@ -143,6 +143,12 @@ async def test_a_second_role_beside_a_wait_at_the_server_is_refused(node_dsn: st
 # --- One name under two keys: two locks, which exclude nobody
 
 
+def beats(superuser: str, role: str) -> int:
+    """How often the leader of a role has been heard."""
+    query = "SELECT beat FROM pgleaderlock.sessions JOIN pgleaderlock.leaders USING (session_id) WHERE role = %s"
+    return int(one(superuser, query, role)["beat"])
+
+
 @pytest.fixture
 def two_keys() -> tuple[int, int]:
     return uuid.uuid4().int % 2**62, uuid.uuid4().int % 2**62
@@ -153,7 +159,6 @@ def recorded_keys(superuser: str, role: str) -> KeyPair:
     return row["key1"], row["key2"]
 
 
-@pytest.mark.of_sessions
 async def test_while_the_recorded_key_is_held_another_key_wins_nothing_and_says_why(
     node_dsn: str, superuser: str, role: str, two_keys: tuple[int, int]
 ) -> None:
@@ -169,6 +174,27 @@ async def test_while_the_recorded_key_is_held_another_key_wins_nothing_and_says_
             assert (other.gate(role).token, other.state(role)) == (None, LockState.FOLLOWER)
             assert leader.gate(role).require_leader().epoch == 1
         assert recorded_keys(superuser, role) == key_pair_from_bigint(first)
+
+
+@pytest.mark.parametrize("others", ["session", "lease"])
+async def test_whatever_holds_under_another_key_wins_nothing_and_says_once_why_and_by_whom(
+    node_dsn: str, superuser: str, role: str, two_keys: tuple[int, int], *, hold: str, others: Any
+) -> None:
+    """Of a session beside a session, the ledger says only that one of the two keys is wrong."""
+    first, second = two_keys
+    async with LeaderElection(node_dsn, {role: first}, node_id="leads", **PATIENT) as leader:
+        await opens(leader, role)
+        other = LeaderElection(node_dsn, {role: second}, hold=others, **PATIENT)
+        story = Story(other)
+        async with other:
+            await story.heard("on_error")
+            assert isinstance(story.errors[0], LockError)
+            by_whom = "" if (hold, others) == ("session", "session") else "by leads "
+            assert f"led {by_whom}under another key" in str(story.errors[0])
+            assert other.last_error is story.errors[0]
+            seen = beats(superuser, role)
+            await until(lambda: beats(superuser, role) > seen + 5, "the leader beats, and is looked at")
+            assert (len(story.errors), other.gate(role).token) == (1, None)
 
 
 @pytest.mark.of_sessions

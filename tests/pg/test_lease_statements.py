@@ -5,17 +5,19 @@ Quick, for the same reason as `test_ledger_functions.py`. No election: leases an
 
 import contextlib
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from psycopg.rows import tuple_row
 
 from pgleaderlock._base.clock import BOOT_CLOCK
-from pgleaderlock._election.ledger import HOLD_S, Look, looks
+from pgleaderlock._election.ledger import HOLD_S, Look, columns, looks
 from pgleaderlock._pg.conninfo import ConnectionSettings
 from pgleaderlock._pg.lease import LeaseSession
 from pgleaderlock.embedded import EmbeddedPostgres
+from pgleaderlock.keys import KeyPair, key_pair
 from support.elections import fresh_database
 from support.ledger_leases import Leases
 from support.ledger_world import LEASE_S
@@ -45,11 +47,12 @@ async def session(world: Leases) -> AsyncIterator[LeaseSession]:
     await made.close()
 
 
-async def look(session: LeaseSession, world: Leases, *roles: str) -> dict[str, Look]:
-    """What node `me` sees of each role."""
-    rows = await session.rows(
-        "lease_look", tuple_row, namespace=world.namespace, node_id="me", hold_s=HOLD_S, roles=list(roles)
-    )
+async def look(
+    session: LeaseSession, world: Leases, *roles: str, keys: Mapping[str, KeyPair] = MappingProxyType({})
+) -> dict[str, Look]:
+    """What node `me` sees of each role; `keys` are those that are not of the role's name."""
+    asked = columns({role: keys.get(role, key_pair(role, world.namespace)) for role in roles})
+    rows = await session.rows("lease_look", tuple_row, namespace=world.namespace, node_id="me", hold_s=HOLD_S, **asked)
     found = [each for row in rows for each in looks(row, roles)]
     assert sorted(each.role for each in found) == sorted(roles), "one look at each role"
     return {each.role: each for each in found}
@@ -114,6 +117,23 @@ async def test_a_reservation_that_is_over_or_of_another_namespace_counts_for_not
     world.one.ask("SELECT pgleaderlock.settle_request(%s, %s, 'refused', NULL)", world.one.session_id, over)
     world.write(RELEASED, 0.0, world.ask_step_down("r", "two", namespace=world.elsewhere))
     assert not (await look(session, world, "r"))["r"].reserved
+
+
+@pytest.mark.parametrize("half", [0, 1])
+async def test_a_look_tells_which_roles_are_recorded_under_another_key(
+    world: Leases, session: LeaseSession, half: int
+) -> None:
+    own = key_pair("l", world.namespace)
+    found = await look(session, world, "l", "m", "new", keys={"l": (own[0] ^ half, own[1] ^ (1 - half))})
+    assert {role: each.other_key for role, each in found.items()} == {"l": True, "m": False, "new": False}
+    assert {role: each.ended for role, each in found.items()} == {"l": False, "m": False, "new": True}
+
+
+async def test_a_role_whose_key_has_moved_to_another_name_has_no_other_key(
+    world: Leases, session: LeaseSession
+) -> None:
+    world.write("UPDATE pgleaderlock.leaders SET key1 = NULL, key2 = NULL WHERE role = 'l'")
+    assert not (await look(session, world, "l"))["l"].other_key
 
 
 async def ended(session: LeaseSession, session_id: int, **asked: Any) -> set[str]:

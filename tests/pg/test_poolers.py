@@ -179,3 +179,17 @@ def test_run_ends_with_2_where_a_pooler_refuses_it(pooler: str, fenced: list[str
     assert done.code == 2
     assert "connection pooler" in done.err
     assert "--allow-pooler" in done.err
+
+
+@pytest.mark.parametrize(
+    ("pooler", "remedy"),
+    [("RDS Proxy", "remove `options`"), ("pgcat", "check the database's name"), ("PgDog", "check user and password")],
+)
+def test_a_lease_that_a_pooler_refuses_is_not_told_to_hold_by_a_lease(pooler: str, remedy: str) -> None:
+    with saying(REFUSALS[pooler]) as dsn:
+        fenced = ("run", "--fenced", "--hold", "lease")
+        done = command(*fenced, "--name", "poolers", "--dsn", dsn, "--log-level", "critical")
+    assert done.code == 2
+    assert remedy in done.err
+    assert "--hold" not in done.err
+    assert "--allow-pooler" not in done.err

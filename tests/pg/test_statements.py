@@ -6,7 +6,8 @@ nodes that are played by hand.
 
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -73,8 +74,16 @@ async def ask(session: object, query: str, *params: object) -> Any:
     return value
 
 
-async def looks(ledger: Ledger, world: World, *roles: str, wanted: str = "") -> dict[str, Look]:
-    found = await ledger.try_and_look({role: key_pair(role, world.namespace) for role in roles}, set(wanted))
+async def looks(
+    ledger: Ledger,
+    world: World,
+    *roles: str,
+    wanted: str = "",
+    keys: Mapping[str, KeyPair] = MappingProxyType({}),
+    closely: bool = False,
+) -> dict[str, Look]:
+    asked = {role: keys.get(role, key_pair(role, world.namespace)) for role in roles}
+    found = await ledger.try_and_look(asked, set(wanted), look_closely=closely)
     assert sorted(look.role for look in found) == sorted(roles), "one look at each role"
     return {look.role: look for look in found}
 
@@ -118,6 +127,24 @@ async def test_a_look_shows_the_holder_of_each_role_in_its_own_namespace(world: 
     assert (t.epoch, t.session_id, t.ended) == (2, world.two.session_id, True)
     assert (new.epoch, new.session_id, new.beat, new.ended) == (None, None, None, True)
     assert not any(look.granted or look.reserved for look in found.values())
+
+
+@pytest.mark.parametrize("closely", [False, True])
+@pytest.mark.parametrize("half", [0, 1])
+async def test_a_look_tells_which_roles_are_recorded_under_another_key(world: World, half: int, closely: bool) -> None:
+    own = key_pair("r", world.namespace)
+    keys = {"r": (own[0] ^ half, own[1] ^ (1 - half))}
+    async with recorded(world) as ledger:
+        found = await looks(ledger, world, "r", "s", "new", wanted="r", keys=keys, closely=closely)
+        assert {role: look.other_key for role, look in found.items()} == {"r": True, "s": False, "new": False}
+        assert (found["r"].granted, found["r"].ended, found["r"].reserved) == (True, False, False)
+
+
+@pytest.mark.parametrize("closely", [False, True])
+async def test_a_role_whose_key_has_moved_to_another_name_has_no_other_key(world: World, closely: bool) -> None:
+    world.write("UPDATE pgleaderlock.leaders SET key1 = NULL, key2 = NULL WHERE role = 'r'")
+    async with recorded(world) as ledger:
+        assert not (await looks(ledger, world, "r", closely=closely))["r"].other_key
 
 
 RELEASED = (

@@ -130,7 +130,7 @@ class LeaseLedger(Ledger):
             namespace=self._identity.namespace,
             node_id=self._identity.node_id,
             hold_s=HOLD_S,
-            roles=self._tried_columns["roles"],
+            **self._tried_columns,
         )
         self.unanswered = self._lease.unanswered
         if not rows:  # no answer: a lost lease is noticed by the next heartbeat, which is repeated until answered

@@ -28,7 +28,7 @@ HOLD_S = 2.0
 MOVE_S = 30.0
 NO_HOLDER = dict.fromkeys(("beat", "holder_identity", "node_id", "lease_s", "backend_pid", "backend_start"))
 # The marks in the rows of `ledger_try_and_look`.
-GRANTED, ENDED, RESERVED, FOR_US = 1, 2, 4, 8
+GRANTED, ENDED, RESERVED, FOR_US, OTHER_KEY = 1, 2, 4, 8, 16
 NEVER_OLD = GRANTED | RESERVED
 # The first version of the ledger that records gates and the roles that a node competes for.
 GATES_VERSION = 5
@@ -102,6 +102,8 @@ class Look(NamedTuple):
     """The backend of the recorded holder has ended, or its lease. Set by a close look and by a lease's look only."""
     hold: str = "session"
     """How the holder holds it: by a session or a lease. Set by a lease's look only."""
+    other_key: bool = False
+    """The role is recorded under another key than this node's: their two locks do not exclude each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,6 +431,7 @@ def looks(row: tuple[Any, ...], names: Sequence[str]) -> Iterator[Look]:
             ended=bool(marks & ENDED),
             reserved=bool(marks & RESERVED),
             for_us=bool(marks & FOR_US),
+            other_key=bool(marks & OTHER_KEY),
             # There is no holder when its record has been pruned.
             **(holder or NO_HOLDER),
         )

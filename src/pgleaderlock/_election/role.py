@@ -83,6 +83,8 @@ class Role:
         self.tried_at = 0.0
         """When the last try for the lock was sent."""
         self.not_before = 0.0
+        self.key_told_until = 0.0
+        """Until then it need not be told again that this node's key is another one."""
         self.began_at = 0.0
         """When the last term began, on this node's clock."""
         self.heard_epoch: int | None = None
@@ -164,6 +166,10 @@ class Role:
     def unlocked(self) -> None:
         """The lock was released, or its session is gone."""
         self.holds_lock = False
+
+    def tell_key_again(self, at: float) -> None:
+        """It was told that another node leads it under another key; not again before that."""
+        self.key_told_until = at
 
     def rest_until(self, at: float) -> None:
         """Do not compete before this time."""

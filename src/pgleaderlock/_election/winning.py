@@ -62,12 +62,16 @@ class Winning:
         ledger = self._board.open_ledger()
         if self._of is not ledger:
             self._of, self._since = ledger, now
-        looks = await ledger.try_and_look(self._keys, {role.name for role in trying}, look_closely=self._balancing.on)
+        tried = {role.name for role in trying}
+        looks = await ledger.try_and_look(self._keys, tried, look_closely=self._balancing.on)
         seen_at = self._clock.now()
+        leased = self._settings.hold == "lease"  # it takes nothing that is led, so nothing refuses its key
         self._unanswered(ledger.unanswered, now, seen_at)
         for look in looks:
             role = followed[look.role]
             role.saw(look, seen_at, ledger.history)
+            if look.other_key and leased and not look.granted and look.role in tried:
+                self._tell_key(role, seen_at)
             if look.reserved:  # left to another node for HOLD_S only, which is shorter than our delay
                 due_at = min(due_at, seen_at + HOLD_S)
         for role in trying:
@@ -193,12 +197,28 @@ class Winning:
                     role.unlocked()
                     refused.append(role)
         if refused:
+            for role in refused:
+                if role.look is not None and role.look.other_key:
+                    self._tell_key(role, won_at)
             await self._end_silent_leases(refused)
             if self._settings.evict_stale:
                 # To a lease, a role held by a session looks free until it tries the lock, so its holder was not
                 # followed.
                 await self._evict_silent(refused)
         return busy
+
+    def _tell_key(self, role: Role, now: float) -> None:
+        """Beside a lease no lock collides: that a role is led under another key is seen in its record."""
+        look = role.look
+        if look is None or look.ended or now < role.key_told_until:
+            return
+        role.tell_key_again(now + COLLISION_RETRY_S)
+        leader = look.node_id or "another node"
+        self._owner.failed(
+            LockError(
+                f"role {role.name!r} is led by {leader} under another key: give every node the same one, or rename it"
+            )
+        )
 
     def _begin_term(self, role: Role, bump: Bump, sent_at: float, won_at: float) -> None:
         assert bump.epoch is not None

@@ -79,7 +79,7 @@ def statement_error(name: str, error: Exception, text: str) -> PgLeaderLockError
         return moved_error()
     if sqlstate in ("42P01", "3F000", "42883"):  # undefined table, schema, function
         return SchemaError(f"the ledger is missing or too old ({text}): run `pgleaderlock migrate` on this database")
-    if sqlstate == "42501" and name.startswith(("ledger_", "lease_")):  # insufficient_privilege
+    if sqlstate == "42501" and name.startswith(("ledger_", "lease_", "slot_")):  # insufficient_privilege
         return SchemaError(f"this database role may not use the ledger ({text}): see the GRANTs in docs/ledger.md")
     return ConnectionError(f"{name!r} failed: {text}")
 

@@ -23,7 +23,7 @@ from pgleaderlock._pg.explain import unreachable
 from pgleaderlock._pg.statements import statement
 from pgleaderlock.errors import ConnectionError, UnsafeSessionError
 
-__all__ = ["Crowded", "Inexpressible", "PlainConnection", "ReadPool", "Unanswered", "execute"]
+__all__ = ["Crowded", "Inexpressible", "PlainConnection", "ReadPool", "Refused", "Unanswered", "execute"]
 
 ANSWER_TIMEOUT_S = 10.0
 SEVER_TIMEOUT_S = 1.0
@@ -45,6 +45,14 @@ class Unanswered(ConnectionError):
 
 class Inexpressible(ConnectionError):
     """A parameter cannot be expressed in the database, such as a letter that its encoding does not have."""
+
+
+class Refused(ConnectionError):
+    """The statement has failed; `said` is what the server says, without secrets, and `sqlstate` why, in its code."""
+
+    def __init__(self, name: str, error: psycopg.Error, said: str) -> None:
+        super().__init__(f"the server refused {name!r}: {said}")
+        self.sqlstate, self.said = error.sqlstate, said
 
 
 class Crowded(ConnectionError):
@@ -139,7 +147,7 @@ class PlainConnection:
         except psycopg.DataError as error:
             raise Inexpressible(f"the database cannot express this: {scrub(str(error), self.params)}") from None
         except psycopg.Error as error:
-            raise ConnectionError(f"the server refused {name!r}: {scrub(str(error), self.params)}") from None
+            raise Refused(name, error, scrub(str(error), self.params)) from None
         except BaseException:
             await self.close()  # the state of the connection is unknown
             raise

@@ -15,13 +15,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import click
 
-from pgleaderlock.cli.output import EXIT_OK, EXIT_USAGE, exit_code_for_signal, without_passwords
+from pgleaderlock.cli.output import EXIT_OK, EXIT_USAGE, exit_code_for_signal, from_variables, without_passwords
 from pgleaderlock.errors import LockServerRefused, PgLeaderLockError
 
 __all__ = ["COMMANDS", "LazyCommand", "run"]
@@ -65,6 +65,16 @@ COMMANDS = {
 }
 
 
+_GIVE_ONE = "--token-file FILE, or the variable PGLEADERLOCK_TOKEN"
+# What a lock server says with a 403, by its own words, and what to do about it; the first that matches counts.
+_FORBIDDEN = (
+    ("?prefix=", f"here: give --prefix with that beginning, or another token: {_GIVE_ONE}"),
+    ("limited to locks", f"here: give a name that begins so, or another token: {_GIVE_ONE}"),
+    ("admin token", f"here: give an admin's token: {_GIVE_ONE}"),
+    ("--allowed-host", "an option of `pgleaderlock serve`; or give an address to --server"),
+)
+
+
 class LazyGroup(click.Group):
     """A group whose commands are imported when they are called."""
 
@@ -102,6 +112,8 @@ class _Invocation:
     """The values of the options before the command's name."""
 
     debug: bool = False
+    meta: Mapping[str, object] = field(default_factory=dict)
+    """What the options of the command have remembered."""
 
 
 def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -118,13 +130,14 @@ def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> N
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show version."
 )
-@click.pass_obj
-def _group(invocation: _Invocation, debug: bool) -> None:
+@click.pass_context
+def _group(ctx: click.Context, debug: bool) -> None:
     """Leader election on PostgreSQL.
 
     Exit codes: 0 yes, 1 no, 2 usage or database, 75 not won, 76 lost, 126 and 127 as a shell, 128+n by signal n.
     """
-    invocation.debug = debug
+    invocation = ctx.ensure_object(_Invocation)
+    invocation.debug, invocation.meta = debug, ctx.meta
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -143,12 +156,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         if sys.stdout is not stdout:
             # The only trace of a broken pipe in click: it wraps the streams and exits with 1, which means "no" here.
             sys.stdout, sys.stderr = stdout, stderr
-            return _exit_code_of(BrokenPipeError(), debug=invocation.debug)
-        return _exit_code_of(error, debug=invocation.debug)
+            return _exit_code_of(BrokenPipeError(), invocation)
+        return _exit_code_of(error, invocation)
     return result if isinstance(result, int) else EXIT_OK
 
 
-def _exit_code_of(error: BaseException, *, debug: bool) -> int:
+def _exit_code_of(error: BaseException, invocation: _Invocation) -> int:
     if isinstance(error, BrokenPipeError):
         # The reader of our output has closed the pipe, which is not an error.
         _discard_output()
@@ -160,15 +173,17 @@ def _exit_code_of(error: BaseException, *, debug: bool) -> int:
         # place.
         shown = io.StringIO()
         error.show(shown)
-        print(without_passwords(shown.getvalue()), end="", file=sys.stderr)
+        told = without_passwords(shown.getvalue()).rstrip("\n")
+        print(told + from_variables(invocation.meta, told), file=sys.stderr)
         return EXIT_USAGE
     if isinstance(error, click.Abort | KeyboardInterrupt):
         return exit_code_for_signal(signal.SIGINT)
     # An OSError comes from the machine, such as a full disk behind our output: it is not a bug.
     if isinstance(error, PgLeaderLockError | OSError):
-        if debug:
+        if invocation.debug:
             _print_traceback(error)
-        print("error:", " ".join(str(error).split()) + _hint(error), file=sys.stderr)
+        told = " ".join(str(error).split()) + _hint(error)
+        print("error:", told + from_variables(invocation.meta, told), file=sys.stderr)
         code = getattr(error, "exit_code", EXIT_USAGE)
         return code if isinstance(code, int) else EXIT_USAGE
     _print_traceback(error)
@@ -178,8 +193,12 @@ def _exit_code_of(error: BaseException, *, debug: bool) -> int:
 
 def _hint(error: BaseException) -> str:
     """Advice for the command line, for errors whose text is written for programs."""
-    if isinstance(error, LockServerRefused) and error.status == HTTPStatus.UNAUTHORIZED:
-        return " (here: --token-file FILE, or the variable PGLEADERLOCK_TOKEN)"
+    if not isinstance(error, LockServerRefused):
+        return ""
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        return f" (here: {_GIVE_ONE})"
+    if error.status == HTTPStatus.FORBIDDEN:
+        return next((f" ({remedy})" for words, remedy in _FORBIDDEN if words in str(error)), "")
     return ""
 
 

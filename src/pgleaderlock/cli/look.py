@@ -36,6 +36,7 @@ from pgleaderlock.cli.output import (
     optional_dsn_option,
     plain_table,
     print_table,
+    printable,
 )
 from pgleaderlock.cli.reading import (
     LedgerLook,
@@ -137,7 +138,7 @@ class _Listing(Generic[_Row]):
             print_table(console, self._table(found, console.width))
             if summary is not None:
                 for line in summary(found).splitlines():
-                    click.echo(textwrap.fill(line, console.width, break_on_hyphens=False))
+                    click.echo(textwrap.fill(printable(line), console.width, break_on_hyphens=False))
 
     def _table(self, found: Sequence[_Row], width: int) -> "Table":
         wide = width >= self.narrow_below
@@ -740,4 +741,4 @@ def sentence(event: ledger.Event, kind_columns: int = 0) -> str:
     epoch = "" if event.epoch is None else f"epoch {event.epoch}"
     rest = ", ".join(part for part in (epoch, event.detail) if part)
     words = [f"{event.kind.replace('_', ' '):<{kind_columns}}", event.role, event.node_id and f"by {event.node_id}"]
-    return " ".join(word for word in words if word) + (f" ({rest})" if rest else "")
+    return printable(" ".join(word for word in words if word) + (f" ({rest})" if rest else ""))

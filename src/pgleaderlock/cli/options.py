@@ -28,6 +28,7 @@ from pgleaderlock.cli.output import (
     NAMESPACE_VARIABLE,
     DurationType,
     LockKey,
+    VariableOption,
     grouped,
     lock_key_of,
     remembered,
@@ -370,6 +371,8 @@ def server_options(command: _Command) -> _Command:
             "urls",
             metavar="URL",
             multiple=True,
+            cls=VariableOption,
+            called="a server's URL",
             envvar="PGLEADERLOCK_SERVER",
             show_envvar=True,
             help="The lock server, http://host:port. May be given several times: the next one is asked when one fails.",
@@ -406,7 +409,10 @@ def _collect_server(ctx: click.Context, _param: click.Parameter, timeout_s: floa
 
 def _token(token_file: Path | None) -> str | None:
     if token_file is None:
-        return os.environ.get(TOKEN_ENV) or None
+        token = os.environ.get(TOKEN_ENV, "").strip()
+        if not re.fullmatch(r"[!-~]*", token):
+            raise click.UsageError(f"{TOKEN_ENV} must be one word of visible ASCII characters")
+        return token or None
     try:
         with token_file.open("rb") as file:
             text = file.read(TOKEN_FILE_BYTES_MAX + 1)

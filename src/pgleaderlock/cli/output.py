@@ -39,10 +39,12 @@ __all__ = [
     "NAMESPACE_VARIABLE",
     "DurationType",
     "LockKey",
+    "VariableOption",
     "configured",
     "database",
     "dsn_option",
     "exit_code_for_signal",
+    "from_variables",
     "grouped",
     "json_option",
     "lock_key_of",
@@ -69,6 +71,8 @@ EXIT_LOST = 76
 NAMESPACE_VARIABLE = "PGLEADERLOCK_NAMESPACE"
 # Without any of these variables, and without a file, nothing is configured that a reading command needs.
 _CONFIGURING = ("PGLEADERLOCK_CONFIG", NAMESPACE_VARIABLE, "PG_CONN_STRING", "PG_LISTEN_CHANNEL")
+
+_FROM_VARIABLES = f"{__name__}.from_variables"
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -167,6 +171,30 @@ def remembered(ctx: click.Context, *names: str) -> tuple[Any, ...]:
     return tuple(ctx.meta.get(f"{__name__}.{name}") for name in names)
 
 
+class VariableOption(click.Option):
+    """An option that a variable may set, and whose errors name the variable then. `called`: what they call it, too."""
+
+    def __init__(self, *args: Any, called: str = "", **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.called = called
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> Any:
+        value, source = super().consume_value(ctx, opts)
+        if source is click.core.ParameterSource.ENVIRONMENT:
+            ctx.meta.setdefault(_FROM_VARIABLES, {})[self.opts[0]] = (self.envvar, self.called)
+        return value, source
+
+
+def from_variables(meta: Mapping[str, Any], error: str) -> str:
+    """Of the options that an error names, those which are not on the command line: what to add to it."""
+    notes = []
+    for option, (variable, called) in meta.get(_FROM_VARIABLES, {}).items():
+        named = re.search(rf"(?<![\w-]){option}(?![\w-])", error) or (called and called in error)
+        if named and variable not in error:
+            notes.append(f"; {option} is from the variable {variable}")
+    return "".join(notes)
+
+
 def resolve_dsn(given: str | None, environ: Mapping[str, str] = os.environ) -> str:
     """The connection string to use: the given one, or "" if libpq's own variables say where to connect.
 
@@ -227,6 +255,8 @@ def optional_dsn_option(command: _Command) -> _Command:
 def _dsn_option(command: _Command, callback: Callable[[click.Context, click.Parameter, Any], Any] | None) -> _Command:
     option = click.option(
         "--dsn",
+        cls=VariableOption,
+        called="the DSN",
         envvar="PG_DSN",
         show_envvar=True,
         metavar="DSN",
@@ -340,8 +370,8 @@ def plain_table(
         style = "bold" if index == 0 and not show_header else None
         table.add_column(column, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold", style=style)
     for row in rows:
-        # Text, not str: values from a database are never interpreted as markup.
-        table.add_row(*(Text(cell) for cell in row))
+        # Values from a database are neither interpreted as markup nor obeyed by a terminal.
+        table.add_row(*(Text(printable(cell)) for cell in row))
     return table
 
 

@@ -23,7 +23,7 @@ from pgleaderlock._config.timing import check_channel
 from pgleaderlock._pg.explain import explained, hopeless
 from pgleaderlock.cli.logging import LEVELS, configure
 from pgleaderlock.cli.options import read_config
-from pgleaderlock.cli.output import EXIT_NO, EXIT_OK, DurationType, dsn_option, without_passwords
+from pgleaderlock.cli.output import EXIT_NO, EXIT_OK, DurationType, VariableOption, dsn_option, without_passwords
 from pgleaderlock.cli.reading import channel_option, namespace_option
 from pgleaderlock.cli.service import Reloader
 from pgleaderlock.errors import ConfigurationError, ConnectionError
@@ -69,7 +69,7 @@ def _load_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 def _option(name: str, command: str = "SERVE", **settings: Any) -> Callable[[_Command], _Command]:
     """An option with its environment variable: --max-locks is PGLEADERLOCK_SERVE_MAX_LOCKS."""
     variable = name.removeprefix("--").replace("-", "_").upper()
-    return click.option(name, envvar=f"PGLEADERLOCK_{command}_{variable}", **settings)
+    return click.option(name, cls=VariableOption, envvar=f"PGLEADERLOCK_{command}_{variable}", **settings)
 
 
 @click.command(short_help="Serve leases with fencing tokens over HTTP.")

@@ -29,7 +29,7 @@ from pgleaderlock._base.clock import BOOT_CLOCK
 from pgleaderlock._pg.explain import Unreachable, hopeless
 from pgleaderlock.cli.look import KIND_COLUMNS, leader, remedies, sentence, summary
 from pgleaderlock.cli.options import POSITIVE
-from pgleaderlock.cli.output import EXIT_OK, dsn_option, print_table
+from pgleaderlock.cli.output import EXIT_OK, dsn_option, print_table, printable
 from pgleaderlock.cli.reading import (
     LedgerLook,
     channel_option,
@@ -167,7 +167,7 @@ def _advice(roles: Sequence[history.RoleView], width: int) -> list[str]:
 def _line(text: str, style: str = "") -> "Text":
     from rich.text import Text  # noqa: PLC0415
 
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _title(shot: Snapshot, width: int, unknown: str) -> "Text":
@@ -230,7 +230,8 @@ def _roles(roles: Sequence[history.RoleView], width: int, dim: str) -> "Table":
     for index, role in enumerate(roles):
         cells = [cells[index] for heading, cells in columns.items() if heading in shown]
         table.add_row(
-            *(Text(cell, overflow="ellipsis") for cell in cells), style=dim or _STYLES[history.STATES[role.state][1]]
+            *(Text(printable(cell), overflow="ellipsis") for cell in cells),
+            style=dim or _STYLES[history.STATES[role.state][1]],
         )
     return table
 

@@ -39,9 +39,10 @@ WITH reserved AS MATERIALIZED (
     WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s
       AND r.released_at BETWEEN clock_timestamp() - %(hold_s)s * interval '1 second' AND clock_timestamp()
 ), looked AS (
-    SELECT l.session_id, 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * (r.role IS NOT NULL)::integer AS marks,
+    SELECT l.session_id, 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * (r.role IS NOT NULL)::integer
+               + 16 * ((l.key1, l.key2) <> (a.key1, a.key2) IS TRUE)::integer AS marks,
            string_agg(concat(a.place, ':', l.epoch), ' ' ORDER BY a.place) AS roles
-    FROM unnest(%(roles)s::text[]) WITH ORDINALITY AS a (role, place)
+    FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[]) WITH ORDINALITY AS a (role, key1, key2, place)
     LEFT JOIN reserved r ON r.role = a.role
     LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = a.role
     GROUP BY 1, 2

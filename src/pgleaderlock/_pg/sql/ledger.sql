@@ -47,21 +47,22 @@ EXECUTE pgleaderlock_heartbeat (%(session_id)s, %(settled)s, %(draining)s, %(key
 -- text, the place of each role among those asked for and its epoch: a thousand roles have few holders, a long reply
 -- costs a standby more than all the rest, and a row that equals the last one need not be parsed. `marks`: 1 for a
 -- granted lock, 2 for a term that has ended (or never was), 4 for a role reserved for another node, 8 for a role
--- reserved for us. A role that was given up for another node is left to that node for a moment. A node whose snapshot
+-- reserved for us, 16 for a role recorded under another key than the caller's. A role that was given up for another node is left to that node for a moment. A node whose snapshot
 -- is older than the reservation may win it anyway: the reservation is a preference, not a promise.
 WITH reserved AS MATERIALIZED (
     SELECT DISTINCT r.role FROM pgleaderlock.requests r
     WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s
       AND r.released_at BETWEEN clock_timestamp() - %(hold_s)s * interval '1 second' AND clock_timestamp()
 ), tried AS MATERIALIZED (
-    SELECT a.role, a.place, r.role IS NOT NULL AS reserved,
+    SELECT a.role, a.place, a.key1, a.key2, r.role IS NOT NULL AS reserved,
            CASE WHEN a.wanted AND r.role IS NULL THEN CASE WHEN pg_try_advisory_lock(a.key1, a.key2)
                 THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END ELSE false END AS granted
     FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
          WITH ORDINALITY AS a (role, key1, key2, wanted, place)
     LEFT JOIN reserved r ON r.role = a.role
 ), looked AS (
-    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer AS marks,
+    SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer
+               + 16 * ((l.key1, l.key2) <> (t.key1, t.key2) IS TRUE)::integer AS marks,
            string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
     FROM tried t
     LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role
@@ -83,7 +84,7 @@ WITH reserved AS MATERIALIZED (
       AND r.released_at BETWEEN clock_timestamp() - %(hold_s)s * interval '1 second' AND clock_timestamp()
     GROUP BY r.role
 ), tried AS MATERIALIZED (
-    SELECT a.role, a.place, coalesce(NOT r.for_us, false) AS reserved, coalesce(r.for_us, false) AS for_us,
+    SELECT a.role, a.place, a.key1, a.key2, coalesce(NOT r.for_us, false) AS reserved, coalesce(r.for_us, false) AS for_us,
            CASE WHEN a.wanted AND coalesce(r.for_us, true) THEN CASE WHEN pg_try_advisory_lock(a.key1, a.key2)
                 THEN pg_try_advisory_lock(a.key1, a.key2) ELSE false END ELSE false END AS granted
     FROM unnest(%(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wanted)s::boolean[])
@@ -91,7 +92,7 @@ WITH reserved AS MATERIALIZED (
     LEFT JOIN reserved r ON r.role = a.role
 ), looked AS (
     SELECT l.session_id, t.granted::integer + 2 * (l.ended IS DISTINCT FROM false)::integer + 4 * t.reserved::integer
-               + 8 * t.for_us::integer AS marks,
+               + 8 * t.for_us::integer + 16 * ((l.key1, l.key2) <> (t.key1, t.key2) IS TRUE)::integer AS marks,
            string_agg(concat(t.place, ':', l.epoch), ' ' ORDER BY t.place) AS roles
     FROM tried t
     LEFT JOIN pgleaderlock.leaders l ON l.namespace = %(namespace)s AND l.role = t.role

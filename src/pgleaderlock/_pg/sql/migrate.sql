@@ -17,6 +17,11 @@ FROM (SELECT 1) AS always LEFT JOIN pg_namespace n ON n.nspname = 'pgleaderlock'
 -- committed.
 SELECT set_config('lock_timeout', '60s', true), pg_advisory_xact_lock(%(key1)s, %(key2)s)
 
+-- name: migrate_no_role
+-- Which of these there is not: looked up before anything is applied. What is granted to public needs no role.
+SELECT a.role FROM unnest(%(roles)s::text[]) AS a (role)
+WHERE a.role <> 'public' AND NOT EXISTS (SELECT FROM pg_roles r WHERE r.rolname = a.role)
+
 -- name: epoch_patience
 -- A fenced transaction that does not end would otherwise block the next statement without limit.
 SELECT set_config('lock_timeout', '10s', true)

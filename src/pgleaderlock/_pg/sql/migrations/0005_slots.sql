@@ -55,33 +55,26 @@ CREATE FUNCTION pgleaderlock.claim_slot(
     OUT claimed boolean, OUT attempts integer, OUT outcome text)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 #variable_conflict use_column
-DECLARE
-    found_slot pgleaderlock.slots;
 BEGIN
     PERFORM pgleaderlock.fence(p_name, p_epoch, p_namespace, p_holder);
-    SELECT * INTO found_slot FROM pgleaderlock.slots s
-    WHERE s.namespace = p_namespace AND s.name = p_name AND s.slot = p_slot FOR UPDATE;
-    IF found_slot.slot IS NULL THEN
-        INSERT INTO pgleaderlock.slots (namespace, name, slot, epoch, holder_identity)
-        VALUES (p_namespace, p_name, p_slot, p_epoch, p_holder);
+    -- In one statement: a claim of this very term, whose answer was lost, may commit just now.
+    INSERT INTO pgleaderlock.slots AS s (namespace, name, slot, epoch, holder_identity)
+    VALUES (p_namespace, p_name, p_slot, p_epoch, p_holder)
+    ON CONFLICT (namespace, name, slot) DO UPDATE
+    SET epoch = p_epoch, holder_identity = p_holder, attempts = s.attempts + 1, claimed_at = clock_timestamp(),
+        ended_at = NULL, outcome = NULL, detail = NULL
+    WHERE s.outcome IS NULL AND s.epoch = p_epoch
+       OR p_retry AND (s.outcome = 'failed' OR s.outcome IS NULL AND s.epoch < p_epoch)
+    RETURNING s.attempts INTO attempts;
+    claimed := FOUND;
+    IF NOT claimed THEN  -- its row is locked all the same, so it is as the statement saw it
+        SELECT s.attempts, s.outcome INTO attempts, outcome FROM pgleaderlock.slots s
+        WHERE s.namespace = p_namespace AND s.name = p_name AND s.slot = p_slot;
+    ELSIF attempts = 1 THEN
         DELETE FROM pgleaderlock.slots s
         WHERE s.namespace = p_namespace AND s.name = p_name AND s.claimed_at < (
             SELECT o.claimed_at FROM pgleaderlock.slots o WHERE o.namespace = p_namespace AND o.name = p_name
             ORDER BY o.claimed_at DESC OFFSET 999 LIMIT 1);
-        claimed := true;
-        attempts := 1;
-    ELSIF found_slot.outcome IS NULL AND found_slot.epoch = p_epoch
-        OR p_retry AND (found_slot.outcome = 'failed' OR found_slot.outcome IS NULL AND found_slot.epoch < p_epoch) THEN
-        UPDATE pgleaderlock.slots s
-        SET epoch = p_epoch, holder_identity = p_holder, attempts = s.attempts + 1, claimed_at = clock_timestamp(),
-            ended_at = NULL, outcome = NULL, detail = NULL
-        WHERE s.namespace = p_namespace AND s.name = p_name AND s.slot = p_slot;
-        claimed := true;
-        attempts := found_slot.attempts + 1;
-    ELSE
-        claimed := false;
-        attempts := found_slot.attempts;
-        outcome := found_slot.outcome;
     END IF;
 END
 $$;
