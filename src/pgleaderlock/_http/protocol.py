@@ -48,12 +48,13 @@ CHUNKS_MAX = 256
 CHUNK_BYTES_MIN = 64
 """A body may come in so many chunks of any size, and in one more per so many bytes: each chunk costs as much as a
 kilobyte."""
-AT_ONCE_MAX = 16
-"""How many requests of one connection are taken on at once in a row. The next one has a task, so that other
-connections get their turn."""
+AT_ONCE_MAX = 4
+"""How many requests of one connection are taken on at once in one turn of the loop. The next one waits for the next
+turn, so that other connections get theirs."""
 PIPELINE_MAX = 64
-PIECE_BYTES = 8 * 1024
-"""How much is parsed at once: the parser itself cannot be stopped when enough has come."""
+PIECE_BYTES = 2 * 1024
+"""How much is parsed at once: the parser itself cannot be stopped when enough has come. Of requests that came in one
+go, no more than this is parsed in one turn."""
 TURN_BYTES_MAX = 64 * 1024
 REST_S = 0.001
 """When a connection has sent so much at once, it is read no further for so long: others have their turns before."""
@@ -185,8 +186,8 @@ class Connection(asyncio.Protocol):
         self._state = _READING
         self._parser = httptools.HttpRequestParser(self)
         self._unparsed: bytes | memoryview = b""
-        self._resting: asyncio.TimerHandle | None = None
-        """Reads on when the connection has rested."""
+        self._resting: asyncio.Handle | None = None
+        """Goes on when others have had their turns."""
         self._alone: bytes | None = None
         """What is being parsed and came when nothing else was under way: perhaps one request, and all of it."""
         self._unread_bytes = 0
@@ -218,8 +219,8 @@ class Connection(asyncio.Protocol):
     def has_request(self) -> bool:
         """Whether one is being carried out. One that has not come as a whole does not count, nor does one whose answer
         is not being read."""
-        answering = self._answering
-        return answering is not None and answering.complete and self._writable is None and self._state < _ENDING
+        exchange = self._waiting[0] if self._answering is None and self._waiting else self._answering
+        return exchange is not None and exchange.complete and self._writable is None and self._state < _ENDING
 
     # --- From the transport
 
@@ -244,6 +245,10 @@ class Connection(asyncio.Protocol):
         self.shared.fewer.set()
 
     def data_received(self, data: bytes) -> None:
+        if self._rests():  # asked not to read on, TLS gives what it has read before
+            if self._state == _READING:
+                self._unparsed = b"".join((self._unparsed, data))
+            return
         self._at_once_left = AT_ONCE_MAX
         if self._answering is None and self._head is None and self._state == _READING:
             exchange = self.shared.heads.recall(data, self)
@@ -258,7 +263,7 @@ class Connection(asyncio.Protocol):
         self._parse()
         self._alone = None
         if len(data) > TURN_BYTES_MAX:
-            self._rest()
+            self._rest(REST_S)
 
     def _parse(self) -> None:
         left = TURN_BYTES_MAX
@@ -266,6 +271,9 @@ class Connection(asyncio.Protocol):
             if len(piece := self._unparsed) <= PIECE_BYTES:
                 self._unparsed = b""
             elif left <= 0:
+                self._rest(REST_S)
+                return
+            elif self._waiting and left < TURN_BYTES_MAX:
                 self._rest()
                 return
             else:
@@ -402,6 +410,9 @@ class Connection(asyncio.Protocol):
     def _begin_next(self) -> None:
         """Begins the next request or, if there is none, does what the connection has come to."""
         while self._waiting:
+            if not self._at_once_left:
+                self._rest()
+                return
             exchange = self._waiting.popleft()
             if not self._begin_at_once(exchange):
                 self._answering = exchange
@@ -427,7 +438,7 @@ class Connection(asyncio.Protocol):
     def _begin_at_once(self, exchange: "Exchange") -> bool:
         """A client that does not read its answers gets a task, which waits for it."""
         at_once = self.shared.at_once
-        if at_once is None or not exchange.complete or self._writable is not None or not self._at_once_left:
+        if at_once is None or not exchange.complete or self._writable is not None:
             return False
         self._at_once_left -= 1
         return at_once(exchange)
@@ -470,13 +481,18 @@ class Connection(asyncio.Protocol):
     def _rests(self) -> bool:
         return self._resting is not None
 
-    def _rest(self) -> None:
+    def _rest(self, for_s: float = 0.0) -> None:
+        """Until the next turn of the loop, or for longer."""
         if self._resting is None and not self.transport.is_closing():
             self.transport.pause_reading()
-            self._resting = self.shared.loop.call_later(REST_S, self._rested)
+            loop = self.shared.loop
+            self._resting = loop.call_later(for_s, self._rested) if for_s else loop.call_soon(self._rested)
 
     def _rested(self) -> None:
         self._resting = None
+        self._at_once_left = AT_ONCE_MAX
+        if self._waiting and self._answering is None:
+            self._begin_next()
         self.read_on()
 
     def _is_enough(self) -> bool:
@@ -528,7 +544,8 @@ class Connection(asyncio.Protocol):
 
     def close_if_idle(self) -> None:
         """At a stop: a client that has sent nothing, or has had its answer."""
-        if self.shared.stopping and self._answering is None and self._head is None and self._state < _ENDING:
+        has_none = self._answering is None and self._head is None and not self._waiting
+        if self.shared.stopping and has_none and self._state < _ENDING:
             self._end(linger=False)
 
     def abort(self) -> None:
