@@ -753,6 +753,57 @@ async def test_a_long_request_is_the_threads_and_says_nothing_about_the_disk(
         assert transactions == [(False, 1), (True, 1)]
 
 
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry per look at a lock: whether the event loop's thread did it."""
+    seen: list[bool] = []
+    real = SqliteStore._get
+    loop_thread = threading.get_ident()
+
+    def get(self: Any, connection: apsw.Connection, lock_name: str) -> Any:
+        seen.append(threading.get_ident() == loop_thread)
+        return real(self, connection, lock_name)
+
+    monkeypatch.setattr(SqliteStore, "_get", get)
+    monkeypatch.setattr(_sqlite_writer, "SLOW_S", float("inf"))
+    return seen
+
+
+async def test_a_look_at_one_lock_wakes_no_other_thread(opened: OpenStore, looks: list[bool]) -> None:
+    async with opened() as store:
+        lease = await acquired(store, "job")
+        assert (await store.get("job")).lease_id == lease.lease_id
+        assert looks == [True]
+
+
+async def test_after_a_slow_disk_a_look_is_the_readers_threads(
+    opened: OpenStore, looks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened() as store:
+        every_disk_is_slow(monkeypatch)
+        for _ in range(3):
+            await store.get("job")
+        assert looks == [True, False, False], "the first one has noticed it"
+
+
+async def test_a_look_that_finds_the_file_locked_waits_in_the_readers_thread(
+    opened: OpenStore, looks: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = SqliteStore._get
+
+    def get(self: Any, connection: apsw.Connection, lock_name: str) -> Any:
+        found = real(self, connection, lock_name)
+        if connection is self._looker:
+            raise apsw.BusyError
+        return found
+
+    monkeypatch.setattr(SqliteStore, "_get", get)
+    async with opened() as store:
+        lease = await acquired(store, "job")
+        assert (await store.get("job")).lease_id == lease.lease_id
+        assert looks == [True, False]
+
+
 async def test_to_copy_the_log_is_never_the_loops_work(
     opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

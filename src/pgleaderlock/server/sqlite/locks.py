@@ -39,7 +39,7 @@ from pgleaderlock.server.store import (
     stored_key,
 )
 
-__all__ = ["MS", "Locks", "Row", "Run", "view"]
+__all__ = ["FIND", "FIND_TOKEN", "MS", "Locks", "Row", "Run", "view"]
 
 MS = 1_000_000
 BREAKS_KEPT = 10_000

@@ -1,7 +1,8 @@
 """The lock store in one SQLite file, for one server. Every answer is durable before it is sent.
 
 Requests go to the writer (`writer`), the rules are in `locks`, the waiting requests in `waiting`, the file in `file`.
-Reads have their own thread and connection: they see everything that has been answered, and never wait for the writer.
+Reads have their own connections: they see everything that has been answered, and never wait for the writer. One lock is
+read on the event loop's thread, everything else in a thread for reads.
 
 Time is the boot-time clock. After a restart, every lease that was held is valid for its full duration again, from the
 moment the file was opened: no lease ends early, whatever the wall clock says.
@@ -31,7 +32,7 @@ from pgleaderlock.server.sqlite.file import (
     refuse_bad_place,
     sql,
 )
-from pgleaderlock.server.sqlite.locks import MS, Locks, Run, view
+from pgleaderlock.server.sqlite.locks import FIND, FIND_TOKEN, MS, Locks, Run, view
 from pgleaderlock.server.sqlite.mark import Left, Mark, begin_run, examine
 from pgleaderlock.server.sqlite.waiting import Ticket
 from pgleaderlock.server.sqlite.writer import Answers, Call, Cancel, Log, Tick, Writer
@@ -120,6 +121,7 @@ class SqliteStore:
         except BaseException:
             self._readers.shutdown(wait=True)
             if self._writer is not None:  # cancelled, but the thread has opened the file
+                self._looker.close(True)
                 self._reader.close(True)
                 self._writer.stop(self._loop.create_future())
                 self._writer.join()
@@ -146,6 +148,9 @@ class SqliteStore:
                 self._locks = Locks(connection, self._run, self._locks_max, self._mark)
                 self._reader = open_reader(self._path, self._vfs)
                 opened.append(self._reader)
+                self._looker = open_reader(self._path, self._vfs)
+                opened.append(self._looker)
+                self._looker.set_busy_timeout(0)
                 copier = open_copier(self._path, self._vfs)
                 self._pid = os.getpid()
                 writer = Writer(
@@ -212,7 +217,8 @@ class SqliteStore:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._timer
             self._timer = self._timer_ns = None
-        # Close the reader first: the last connection to close must be the writer's, which removes the log.
+        # Close the readers first: the last connection to close must be the writer's, which removes the log.
+        self._looker.close(True)
         await self._loop.run_in_executor(self._readers, self._reader.close, True)
         self._readers.shutdown(wait=False)
         done = self._loop.create_future()
@@ -291,13 +297,21 @@ class SqliteStore:
     # --- Reading
 
     async def get(self, lock_name: str) -> LockView:
-        return await self._read(lambda: self._get(lock_name))
+        """On the event loop's thread, because reading one row takes less time than waking another thread; in the thread
+        for reads if the file is locked, or if the disk was slow a moment ago."""
+        writer = self._usable()
+        if not writer.disk_is_slow:
+            with contextlib.suppress(StoreBusy):
+                return writer.here(lambda: self._described(lambda: self._get(self._looker, lock_name)))
+        return await self._read(lambda: self._get(self._reader, lock_name))
 
-    def _get(self, lock_name: str) -> LockView:
-        find, find_token = sql("find"), sql("find_token")
-        with self._reader:  # one snapshot: between the two statements, the row may be pruned to its token
-            row: Any = self._reader.execute(find, (lock_name,)).fetchone()
-            token: Any = None if row is not None else self._reader.execute(find_token, (lock_name,)).fetchone()
+    def _get(self, connection: "apsw.Connection", lock_name: str) -> LockView:
+        connection.execute("BEGIN")  # one snapshot: between the two statements, the row may be pruned to its token
+        try:
+            row: Any = connection.execute(FIND, (lock_name,)).get
+            token: Any = None if row is not None else connection.execute(FIND_TOKEN, (lock_name,)).get
+        finally:
+            connection.execute("COMMIT")
         found = view(self._run, lock_name, row, token, self._now_ns())
         return self._with_waiters(found)
 

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import apsw
 
@@ -54,6 +54,7 @@ COPY_S_MAX = 30.0
 COPY_FACTOR = 4
 """The writer finishes the copying itself when the log is so many times longer than it should be."""
 
+_T = TypeVar("_T")
 Apply = tuple[Reply, Sequence[Operation]]
 """A request of operations: the commonest item, and so the cheapest to make."""
 
@@ -123,6 +124,8 @@ class Writer:
         self._one_was_here = False
         self._threads_until = 0.0
         """On the loop's clock: until then the thread does everything, because of a crowd or a slow transaction."""
+        self._slow_until = 0.0
+        """Until then the disk counts as slow."""
         self._loop_slept_s = SleepClock()
         self._turn = threading.Lock()
         """Held by the thread that uses the connection and the locks."""
@@ -199,19 +202,31 @@ class Writer:
         self._threads_until = max(self._threads_until, self._loop.time() + for_s)
 
     def _do_here(self, request: Apply) -> None:
-        slept_before_s = self._loop_slept_s()
-        answers = self._transact([request], closing=False)
-        self._remember(self._loop_slept_s() - slept_before_s)
+        answers = self.here(lambda: self._transact([request], closing=False))
         self._settle(answers, self._locks.room.next_due_ns)
         if self._log.overdue:
             self.put(Tick())  # copying the log takes a while: the thread does it after its next transaction
         else:
             self._log.due()
 
+    def here(self, do: Callable[[], _T]) -> _T:
+        """Something short that may have to wait for the disk, on the loop's thread."""
+        slept_before_s = self._loop_slept_s()
+        try:
+            return do()
+        finally:
+            self._remember(self._loop_slept_s() - slept_before_s)
+
+    @property
+    def disk_is_slow(self) -> bool:
+        """It was, a moment ago."""
+        return self._loop.time() < self._slow_until
+
     def _remember(self, slept_s: float) -> None:
         """A disk that is slow in the thread would be slow in the loop, too."""
         if slept_s > SLOW_S:
             self._leave_to_thread(SLOW_FACTOR * slept_s)
+            self._slow_until = self._threads_until
 
     def _done(self, answers: Answers, due_ns: int | None, group: list[Item], slept_s: float) -> None:
         self._outstanding -= len(group)
