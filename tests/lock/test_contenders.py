@@ -84,7 +84,7 @@ async def test_a_standby_with_default_settings_waits_at_the_server(dsn: str) -> 
 async def test_a_leader_whose_session_was_ended_lets_a_follower_win_first(dsn: str) -> None:
     """Neither waits at the server: only the order of their tries decides."""
     name = fresh_name()
-    tries = FixedInterval(0.5)
+    tries = FixedInterval(1.0)
     locks = [LeaderLock.for_name(dsn, name, standby_wait_s=0, retry_strategy=tries) for _ in range(2)]
     stories = {lock: Recorder(lock) for lock in locks}
     async with locks[0], locks[1]:

@@ -116,8 +116,12 @@ def _answer(server: LockServerProcess, data: bytes, *, end: bool) -> bytes:
         return answer
 
 
+# A transfer coding that this server does not have: the one answer above 500 that a client can ask for.
+NO_SUCH_CODING = b"501"
+
+
 @pytest.mark.timeout(1500)
-def test_mutated_requests_get_an_answer_below_500_or_a_closed_connection(server: LockServerProcess) -> None:
+def test_mutated_requests_fail_for_their_own_fault_or_lose_their_connection(server: LockServerProcess) -> None:
     total = count(400, 50_000)
     seen: Counter[str] = Counter()
     wrong: list[tuple[bytes, bytes]] = []
@@ -135,7 +139,7 @@ def test_mutated_requests_get_an_answer_below_500_or_a_closed_connection(server:
             statuses = re.findall(rb"^HTTP/1\.[01] (\d{3})", answer[:20])
             with lock:
                 seen[statuses[0].decode() if statuses else "closed"] += 1
-                if answer and (not statuses or statuses[0] >= b"500"):
+                if answer and (not statuses or (statuses[0] >= b"500" and statuses[0] != NO_SUCH_CODING)):
                     wrong.append((data, answer))
 
     senders = [threading.Thread(target=send, args=(number,)) for number in range(SENDERS)]

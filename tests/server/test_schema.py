@@ -37,7 +37,7 @@ def test_every_answer_is_one_that_the_description_promises(tmp_path: Path, token
                 *("--phases", phases, "--checks", "all"),
                 *(
                     "--max-examples",
-                    str(count(4, 500 if tokens else 1_400)),
+                    str(count(4, 650 if tokens else 1_900)),
                     "--workers",
                     "2",
                     "--generation-database",

@@ -358,6 +358,17 @@ async def test_a_key_may_be_used_for_something_else_once_its_lease_has_ended(pla
         await place.pass_ms(15_000)
 
 
+async def test_a_key_whose_lease_ends_earlier_in_the_list_is_not_reused(store: Store) -> None:
+    """Who waits is given the lock; that the key was alice's does not matter any more."""
+    (lease,) = await store.submit([Acquire("job", "alice", 30_000, "key-1")])
+    assert isinstance(lease, Granted)
+    task = waiting(store, Acquire("job", "waits", 30_000))
+    await until_waiting(store, "job", 1)
+    outcomes = await store.submit([release_of(lease), Acquire("job", "bob", 30_000, "key-1")])
+    assert [type(outcome) for outcome in outcomes] == [Released, Held]
+    assert isinstance(await answer(task), Granted)
+
+
 @pytest.mark.parametrize("wait_ms", [0, 600_000], ids=["at once", "waiting"])
 async def test_a_lease_is_given_again_although_its_key_was_granted_another_lock_after_a_restart(
     place: Place, wait_ms: int

@@ -22,7 +22,9 @@ FROM pg_control_system() c, pg_database d WHERE d.datname = current_database()
 -- `remaining_ms` of a lease is rounded down. `reused`: set if the lease in the way has the idempotency key of this
 -- acquire, but was asked for with another owner_id or ttl_ms; it names which. A key is stored with its ttl_ms, after a
 -- blank (see stored_key). Owner and key are read from one version of the row, so a client that repeats its own request
--- never gets `reused`. The function's name comes first, because pg_stat_activity cuts off the end.
+-- never gets `reused`. The row is as it was before this statement, so it counts only if its lease is the one in the way:
+-- an earlier operation of the same list may have ended it. The function's name comes first, because pg_stat_activity cuts
+-- off the end.
 WITH lock_apply_asked AS MATERIALIZED (SELECT %(operations)s::jsonb AS operations)
 SELECT n, outcome, owner_id, lease_id, fencing_token, expiry_ms,
        CASE WHEN outcome IN ('granted', 'replayed')
@@ -33,9 +35,10 @@ SELECT n, outcome, owner_id, lease_id, fencing_token, expiry_ms,
            SELECT CASE WHEN l.owner_id <> o.owner THEN 'owner_id' WHEN l.idempotency_key <> o.key THEN 'ttl_ms' END
            FROM jsonb_to_record(operations -> (n - 1)::integer) AS o (lock text, owner text, key text)
            JOIN pgleaderlock.lock_leases l ON l.lock_name = o.lock AND l.lease_expiry > clock_timestamp()
+            AND (l.owner_id, trunc(extract(epoch FROM l.lease_expiry) * 1000)) = (a.owner_id, a.expiry_ms)
            WHERE split_part(l.idempotency_key, ' ', 1) = split_part(o.key, ' ', 1)) END AS reused,
        CASE WHEN n = 1 THEN current_setting('pgleaderlock.hints', true) END AS hints
-FROM lock_apply_asked, pgleaderlock.lock_apply(%(server_id)s, operations, %(room)s)
+FROM lock_apply_asked, pgleaderlock.lock_apply(%(server_id)s, operations, %(room)s) a
 
 -- name: locks_has_key
 -- Whether a lock's lease is valid and was acquired with this idempotency key.
