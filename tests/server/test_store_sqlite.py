@@ -786,6 +786,17 @@ async def test_after_a_slow_disk_a_look_is_the_readers_threads(
         assert looks == [True, False, False], "the first one has noticed it"
 
 
+async def test_a_look_that_the_disk_does_not_answer_says_so(opened: OpenStore, disk: Disk) -> None:
+    """SQLite rolls back by itself then. What is to be told is the disk's error, not that there is nothing to end."""
+    async with opened(vfs=disk.name) as store:
+        await acquired(store, "job")
+        disk.read_fails = True
+        with pytest.raises(StoreError, match="the disk gave an error"):
+            await store.get("job")
+        disk.read_fails = False
+        assert (await store.get("job")).held
+
+
 async def test_a_look_that_finds_the_file_locked_waits_in_the_readers_thread(
     opened: OpenStore, looks: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ class Disk(apsw.VFS):
         self.record: list[Entry] = []
         self.full = False
         self.sync_fails = False
+        self.read_fails = False
         self.syncs = 0
 
     def xOpen(self, name: Any, flags: list[int]) -> "_File":  # noqa: N802 - SQLite's name
@@ -80,6 +81,11 @@ class _File(apsw.VFSFile):
         super().__init__("", name, flags)
         self._disk = disk
         self._name = Path(name.filename() if isinstance(name, apsw.URIFilename) else name or "temporary").name
+
+    def xRead(self, amount: int, offset: int) -> bytes:  # noqa: N802
+        if self._disk.read_fails:
+            raise apsw.IOError("this disk does not read")
+        return super().xRead(amount, offset)
 
     def xWrite(self, data: bytes, offset: int) -> None:  # noqa: N802
         if self._disk.full:

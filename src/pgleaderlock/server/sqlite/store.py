@@ -311,7 +311,8 @@ class SqliteStore:
             row: Any = connection.execute(FIND, (lock_name,)).get
             token: Any = None if row is not None else connection.execute(FIND_TOKEN, (lock_name,)).get
         finally:
-            connection.execute("COMMIT")
+            if connection.in_transaction:  # a failure of the disk has ended it
+                connection.execute("COMMIT")
         found = view(self._run, lock_name, row, token, self._now_ns())
         return self._with_waiters(found)
 
