@@ -94,6 +94,28 @@ async def test_mere_releases_wait_for_no_disk_and_the_grant_after_them_does(open
         assert disk.syncs > before
 
 
+async def test_every_grant_is_synced_and_no_release_whatever_came_before(
+    opened: OpenStore, disk: Disk, transactions: list[tuple[bool, int]]
+) -> None:
+    """The loop's thread switches the sync in advance, to what it expects of the next request."""
+    leases: list[Granted] = []
+    kinds = [kind for kinds in itertools.product("arn", repeat=4) for kind in kinds]
+    async with opened(vfs=disk.name) as store:
+        for number, kind in enumerate(kinds):
+            await all_is_quiet(store)
+            before = disk.syncs
+            if kind == "a" or not leases:
+                leases.append(await acquired(store, f"job-{number}"))
+            elif kind == "n":
+                assert isinstance((await store.submit([renew_of(leases[-1], 60_000)]))[0], Renewed)
+            else:
+                assert await store.submit([release_of(leases.pop())]) == [Released()]
+                assert disk.syncs == before
+                continue
+            assert disk.syncs > before, kinds[: number + 1]
+        assert transactions == [(True, 1)] * len(kinds), "on the loop's thread"
+
+
 async def test_a_renewal_is_synced(opened: OpenStore, disk: Disk) -> None:
     async with opened(vfs=disk.name) as store:
         lease = await acquired(store, "job")
@@ -675,19 +697,27 @@ async def test_after_a_crowd_the_next_one_is_not_done_in_the_loop(
 
 
 def test_the_clock_of_sleep_counts_neither_work_nor_waiting_for_a_processor() -> None:
-    slept_s = _sqlite_writer.SleepClock()
+    sleep = _sqlite_writer.SleepClock()
     try:
-        slept_s()
-        began_s, worked_s, before_s = time.monotonic(), time.thread_time(), slept_s()
+        sleep.begin()
+        began_s, worked_s = time.monotonic(), time.thread_time()
         while time.thread_time() < worked_s + 0.02:
             pass
         at_most_s = time.monotonic() - began_s - 0.02
-        assert slept_s() - before_s <= at_most_s + 0.001
-        before_s = slept_s()
+        assert sleep.slow_s() <= at_most_s + 0.001
+        sleep.begin()
         time.sleep(0.05)
-        assert slept_s() - before_s >= 0.049
+        assert sleep.slow_s() >= 0.049
+        for _ in range(3):
+            sleep.begin()
+            assert sleep.slow_s() == 0, "short"
+            time.sleep(0.01)
+        before_s = time.monotonic()
+        sleep.begin()
+        time.sleep(0.02)
+        assert 0.019 <= sleep.slow_s() <= time.monotonic() - before_s, "sleep between two transactions does not count"
     finally:
-        slept_s.close()
+        sleep.close()
 
 
 async def test_waiting_for_a_processor_is_no_slow_disk(
@@ -695,7 +725,7 @@ async def test_waiting_for_a_processor_is_no_slow_disk(
 ) -> None:
     """A transaction that takes long because the machine is busy does not send the next one to the thread."""
     monkeypatch.setattr(_sqlite_writer, "SLOW_S", 0.005)
-    monkeypatch.setattr(_sqlite_writer.SleepClock, "__call__", lambda _clock: 0.0)  # all of it was work, or waiting
+    monkeypatch.setattr(_sqlite_writer.SleepClock, "slow_s", lambda _clock: 0.0)  # all of it was work, or waiting
     real = _sqlite_writer.Writer._verify
 
     def late(writer: Any) -> None:
@@ -712,9 +742,7 @@ async def test_waiting_for_a_processor_is_no_slow_disk(
 
 def every_disk_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, and nobody forgets it."""
-    slept_s = itertools.count()
-    monkeypatch.setattr(_sqlite_writer.SleepClock, "__call__", lambda _clock: next(slept_s))
-    monkeypatch.setattr(_sqlite_writer, "SLOW_S", 0.5)
+    monkeypatch.setattr(_sqlite_writer.SleepClock, "slow_s", lambda _clock: 1.0)
     monkeypatch.setattr(_sqlite_writer, "SLOW_FACTOR", 1e9)
 
 

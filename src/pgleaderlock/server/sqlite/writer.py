@@ -110,6 +110,7 @@ class Writer:
         settle: Settle,
     ) -> None:
         self._connection = connection
+        self._execute = connection.cursor().execute
         self._locks = locks
         self._log = log
         self._run_number = run
@@ -126,11 +127,13 @@ class Writer:
         """On the loop's clock: until then the thread does everything, because of a crowd or a slow transaction."""
         self._slow_until = 0.0
         """Until then the disk counts as slow."""
-        self._loop_slept_s = SleepClock()
+        self._sleep = SleepClock()
         self._turn = threading.Lock()
         """Held by the thread that uses the connection and the locks."""
         self._owed: list[Cancel] = []
         self._syncing = True
+        self._synced_before = True
+        """Whether the last but one commit on the loop's thread waited for the disk."""
         self._doing: list[Item] = []
         """What the thread has taken and has not answered yet."""
         self.alive = True
@@ -146,7 +149,7 @@ class Writer:
 
     def join(self) -> None:
         self._thread.join()
-        self._loop_slept_s.close()
+        self._sleep.close()
 
     # --- In the event loop
 
@@ -174,15 +177,33 @@ class Writer:
             try:
                 self._do_here(request)
             finally:
-                self._loop.call_soon(self._next_turn)
+                self._loop.call_soon(self._after_one)
                 self._turn.release()
         else:
             self._gathered.append(request)
             if len(self._gathered) == 1:
                 self._loop.call_soon(self._hand_over)
 
-    def _next_turn(self) -> None:
+    def _after_one(self) -> None:
+        """What can wait until the client of a lone request has its answer."""
         self._one_was_here = False
+        if not self.alive or not self._turn.acquire(blocking=False):
+            return  # the thread has begun the next transaction, and does all this after it
+        try:
+            self._expect_next()
+            if self._log.overdue:
+                self.put(Tick())  # copying the log takes a while: the thread does it after its next transaction
+            else:
+                self._log.due()
+        finally:
+            self._turn.release()
+
+    def _expect_next(self) -> None:
+        """Switches the sync to what the next commit is likely to need, which takes time: to what the last but one
+        needed. A client that takes a lock gives it back, and takes it again."""
+        expected, self._synced_before = self._synced_before, self._syncing
+        with contextlib.suppress(apsw.Error):  # the next transaction tries again
+            self._sync_commits(expected)
 
     def _hand_over(self) -> None:
         gathered = [request for request in self._gathered if not request[0].cancelled()]  # nobody wants those
@@ -204,34 +225,30 @@ class Writer:
     def _do_here(self, request: Apply) -> None:
         answers = self.here(lambda: self._transact([request], closing=False))
         self._settle(answers, self._locks.room.next_due_ns)
-        if self._log.overdue:
-            self.put(Tick())  # copying the log takes a while: the thread does it after its next transaction
-        else:
-            self._log.due()
 
     def here(self, do: Callable[[], _T]) -> _T:
         """Something short that may have to wait for the disk, on the loop's thread."""
-        slept_before_s = self._loop_slept_s()
+        self._sleep.begin()
         try:
             return do()
         finally:
-            self._remember(self._loop_slept_s() - slept_before_s)
+            self._remember(self._sleep.slow_s())
 
     @property
     def disk_is_slow(self) -> bool:
         """It was, a moment ago."""
         return self._loop.time() < self._slow_until
 
-    def _remember(self, slept_s: float) -> None:
+    def _remember(self, slow_s: float) -> None:
         """A disk that is slow in the thread would be slow in the loop, too."""
-        if slept_s > SLOW_S:
-            self._leave_to_thread(SLOW_FACTOR * slept_s)
+        if slow_s:
+            self._leave_to_thread(SLOW_FACTOR * slow_s)
             self._slow_until = self._threads_until
 
-    def _done(self, answers: Answers, due_ns: int | None, group: list[Item], slept_s: float) -> None:
+    def _done(self, answers: Answers, due_ns: int | None, group: list[Item], slow_s: float) -> None:
         self._outstanding -= len(group)
         if len(group) == 1 and _is_short(group[0]):  # a long transaction says nothing about the disk
-            self._remember(slept_s)
+            self._remember(slow_s)
         self._settle(answers, due_ns)
 
     def ended_by_defect(self) -> StoreError:
@@ -263,23 +280,23 @@ class Writer:
 
     def _work_until_stopped(self) -> None:
         stop = None
-        clock = SleepClock()
+        sleep = SleepClock()
         while stop is None:
             group, stop = self._take()
             self._doing = group
             with self._turn:
-                slept_before_s = clock()
+                sleep.begin()
                 answers = self._transact(group, closing=stop is not None)
                 if stop is not None:
                     self._close_file()
                     answers.append((stop.future, None))
                 with contextlib.suppress(RuntimeError):  # the application's loop is closed, and nobody waits
-                    due_ns, slept_s = self._locks.room.next_due_ns, clock() - slept_before_s
-                    self._loop.call_soon_threadsafe(self._done, answers, due_ns, group, slept_s)
+                    due_ns, slow_s = self._locks.room.next_due_ns, sleep.slow_s()
+                    self._loop.call_soon_threadsafe(self._done, answers, due_ns, group, slow_s)
                 self._doing = []
                 if stop is None:
                     self._log.due()
-        clock.close()
+        sleep.close()
 
     def _take(self) -> tuple[list[Item], Stop | None]:
         """Waits for the first item; takes all that have gathered behind it, within bounds."""
@@ -308,7 +325,7 @@ class Writer:
             if self._log.doubtful:
                 self._log.start_again()
             self._sync_commits(closing or not self._only_frees(group))
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._execute("BEGIN IMMEDIATE")
             self._verify()
             # Read after the last item was taken: no lease starts before its owner asked for it.
             locks.begin(int(self._clock.now() * 1e9), time.time_ns())
@@ -318,7 +335,7 @@ class Writer:
                 self._do(item)
             if closing:
                 locks.close()
-            self._connection.execute("COMMIT")
+            self._execute("COMMIT")
         except Exception as error:
             locks.rows, locks.held = before
             return self._undone(error, group, cancels, closing=closing)
@@ -395,7 +412,7 @@ class Writer:
     def _verify(self) -> None:
         """Checks in two ways that nobody else writes: the claim may be lost with its file, the run number is data."""
         self._identity.verify()
-        if self._connection.execute(META, ("run",)).get != self._run_number:
+        if self._execute(META, ("run",)).get != self._run_number:
             raise StoreError(
                 f"{self._path} was opened by another lock server: this one grants nothing any more. Stop one of them, "
                 "give it a file of its own, or let both share a PostgreSQL store"
@@ -444,23 +461,40 @@ def _is_short(item: Item) -> bool:
 
 
 class SleepClock:
-    """How long its thread has slept, in seconds: in a transaction that is how long it waited for the disk. The time for
+    """Tells whether its thread has slept for long in a transaction: for so long it waited for the disk. The time for
     which it worked does not count, nor does the time for which it waited for a processor: a busy machine is no slow
-    disk. Where the system does not tell how long that was, it counts. To be called by one thread only."""
+    disk. Where the system does not tell how long that was, it counts. To be called by one thread only.
+
+    To ask the system takes longer than many a transaction. So it is asked after one that took long, and compared with
+    what it said at most `SLOW_S` before that began. Work and waiting between the two count as if they were in it."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
+        self._began_s = self._asked_s = float("-inf")
+        self._awake_s = 0.0
+        """For how long the thread had worked, or waited for a processor, when the system was asked."""
 
-    def __call__(self) -> float:
+    def begin(self) -> None:
+        self._began_s = time.monotonic()
+        if self._began_s - self._asked_s > SLOW_S:
+            self._asked_s, self._awake_s = self._began_s, self._ask()
+
+    def slow_s(self) -> float:
+        """How long the thread has slept since `begin`, if that was longer than `SLOW_S`, and 0 otherwise."""
+        took_s = time.monotonic() - self._began_s
+        if took_s <= SLOW_S:
+            return 0.0
+        slept_s = took_s - (self._ask() - self._awake_s)
+        return slept_s if slept_s > SLOW_S else 0.0
+
+    def _ask(self) -> float:
         if self._fd is None:
             try:
                 self._fd = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             except OSError:
                 self._fd = -1
-        slept_s = time.monotonic() - time.thread_time()
-        if self._fd < 0:
-            return slept_s
-        return slept_s - int(os.pread(self._fd, 100, 0).split()[1]) / 1e9
+        waited_s = int(os.pread(self._fd, 100, 0).split()[1]) / 1e9 if self._fd >= 0 else 0.0
+        return time.thread_time() + waited_s
 
     def close(self) -> None:
         if self._fd is not None and self._fd >= 0:
