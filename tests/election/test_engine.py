@@ -89,6 +89,8 @@ class Script:
         self.asked: list[tuple[Any, ...]] = []
         self.looks: list[Look] = []
         self.bumps: list[list[Bump]] = []
+        self.rehearsed = 0
+        """Bumps of no role."""
         self.beats: list[Beat] = []
         self.asked_for: list[KeyPair | None] = []
         """The lock that each heartbeat asked for."""
@@ -115,7 +117,10 @@ class Script:
         self._answer("try", sorted(roles), sorted(wanted))
         return self.looks
 
-    async def bump(self, roles: Mapping[str, KeyPair], *, wait_ms: int) -> list[Bump]:
+    async def bump(self, roles: Mapping[str, KeyPair], *, wait_ms: int = 0) -> list[Bump]:
+        if not roles:
+            self.rehearsed += 1
+            return []
         self._answer("bump", sorted(roles), wait_ms)
         return self.bumps.pop(0)
 
@@ -175,6 +180,8 @@ class Node:
         self.work: dict[str, asyncio.Future[None]] = {}
         self.told: list[tuple[Any, ...]] = []
         self.events: list[Event] = []
+        self.announced: list[tuple[bool, int]] = []
+        """Whether the gate of r was open, and how many hints had been sent."""
         self.engine = Engine(self._no_ledger, self.board)
         self.board.ledger = cast("Ledger", self.ledger)
         for number, name in enumerate("rs"):
@@ -213,7 +220,7 @@ class Node:
         self.attempts += 1
 
     def announce(self) -> None:
-        """Nobody has subscribed."""
+        self.announced.append((self.r.gate.is_leader, len(self.ledger.said("hint"))))
 
     async def quiet(self, role: Role) -> None:
         await self.work.setdefault(role.name, asyncio.get_running_loop().create_future())
@@ -460,6 +467,24 @@ async def test_a_role_that_is_left_to_another_is_tried_again_when_that_moment_is
     hasty = Node(SETTINGS)
     hasty.ledger.looks = [replace_look(reserved=True)]
     assert await hasty.winning.try_locks() <= hasty.clock.now() + DELAY_S[1]
+
+
+async def test_a_new_term_is_announced_before_other_nodes_are_told(node: Node) -> None:
+    await node.win(CLEAN)
+    assert node.announced == [(True, 0)]
+    assert node.ledger.said("hint") == [("acquired",)]
+
+
+async def test_a_standby_rehearses_the_bump_once_per_session(node: Node) -> None:
+    """The server compiles and plans it at the first call, which takes longer than the rest of a takeover."""
+    for _ in range(2):
+        node.ledger.looks = [LOOK]
+        await node.winning.try_locks()
+        assert node.ledger.rehearsed == 1
+    node.board.ledger = cast("Ledger", another := Script(node.clock))
+    another.looks = [replace_look(granted=True)]
+    await node.winning.try_locks()
+    assert another.rehearsed == 0, "what it has won is bumped at once"
 
 
 async def test_with_a_wait_at_the_server_the_next_try_is_due_at_once(node: Node) -> None:

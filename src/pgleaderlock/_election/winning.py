@@ -60,7 +60,8 @@ class Winning:
         for role in trying:
             role.trying(now)
         ledger = self._board.open_ledger()
-        if self._of is not ledger:
+        first = self._of is not ledger
+        if first:
             self._of, self._since = ledger, now
         tried = {role.name for role in trying}
         looks = await ledger.try_and_look(self._keys, tried, look_closely=self._balancing.on)
@@ -78,6 +79,10 @@ class Winning:
             if not role.holds_lock:
                 self._owner.notify(Attempted(role.name, "held"))
         self._board.tries([role for role in trying if role.holds_lock])
+        if first and trying and not self._board.trying:
+            # The server compiles and plans the bump at its first call in a session, and that takes longer than the rest
+            # of a takeover. A standby lets it do so now, for no role.
+            await ledger.bump({})
         due_at = min(due_at, ledger.silent_at, self._balancing.saw(self.wanted, seen_at))
         if self._settings.standby_wait_s > 0:
             due_at = await self._wait_at_the_server(ledger, due_at)
@@ -164,6 +169,7 @@ class Winning:
         if any(role.holds_lock and not role.in_term for role in won.values()):
             self._due.try_soon()
         if any(role.in_term for role in won.values()):
+            self._owner.announce()  # before the hint, which takes a round trip
             await self._board.open_ledger().hint("acquired")
 
     async def _bump(self, won: Mapping[str, Role], *, wait_ms: int) -> list[str]:
