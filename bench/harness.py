@@ -4,6 +4,7 @@ Imports the standard library.
 """
 
 import math
+import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,12 +50,14 @@ def median(values: Sequence[float]) -> float:
 async def in_turns(sides: Mapping[str, Callable[[int], Awaitable[float]]], blocks: int) -> dict[str, list[float]]:
     """What each side measures, block by block and side by side, so that the machine's moods meet all of them alike.
 
-    Each is given the number of its block. The first block, 0, warms up and does not count.
+    The order is a new one in each block: a side that always comes after the same other one pays for what that one
+    leaves behind, be it work in the background or a cold cache. Each is given the number of its block. The first block,
+    0, warms up and does not count.
     """
     measured: dict[str, list[float]] = {name: [] for name in sides}
     for block in range(blocks + 1):
-        for name, side in sides.items():
-            value = await side(block)
+        for name in random.sample(list(sides), len(sides)):
+            value = await sides[name](block)
             if block:
                 measured[name].append(value)
     return measured

@@ -34,8 +34,8 @@ FEW = 1_000
 LOAD_CHUNK = 5_000
 PROBES = 2_000
 SETTLED_S = 3.0
-PEER_BLOCKS = 3
-PEER_BLOCK_S = 1.5
+PEER_BLOCKS = 12
+PEER_BLOCK_S = 0.5
 PEER_LIMITS = ((1, True, 1.0), (1, False, 1.0), (CONNECTIONS, True, 0.5), (CONNECTIONS, False, 1.0))
 """Connections, whether each lock is given back, and how many times the rate of Redis with fencing we want to have."""
 PG_CLIENTS = 64
