@@ -90,7 +90,6 @@ class Script:
         self.looks: list[Look] = []
         self.bumps: list[list[Bump]] = []
         self.rehearsed = 0
-        """Bumps of no role."""
         self.beats: list[Beat] = []
         self.asked_for: list[KeyPair | None] = []
         """The lock that each heartbeat asked for."""
@@ -117,10 +116,10 @@ class Script:
         self._answer("try", sorted(roles), sorted(wanted))
         return self.looks
 
-    async def bump(self, roles: Mapping[str, KeyPair], *, wait_ms: int = 0) -> list[Bump]:
-        if not roles:
-            self.rehearsed += 1
-            return []
+    async def rehearse(self) -> None:
+        self.rehearsed += 1
+
+    async def bump(self, roles: Mapping[str, KeyPair], *, wait_ms: int) -> list[Bump]:
         self._answer("bump", sorted(roles), wait_ms)
         return self.bumps.pop(0)
 

@@ -101,6 +101,14 @@ async def test_the_commits_of_a_ledger_are_durable_and_stay_so_for_this_session(
         assert await ask(ledger.session, source) == f"{becomes} session"
 
 
+async def test_a_rehearsed_bump_changes_nothing_and_leaves_the_session_as_it_was(world: World) -> None:
+    async with recorded(world) as ledger:
+        before = world.rows()
+        await ledger.rehearse()
+        assert world.rows() == before, "no beat either"
+        assert (await ledger.beat([])).roles == 0
+
+
 # --- The look
 
 

@@ -192,6 +192,9 @@ class LeaseLedger(Ledger):
         )
         return bumped(rows)
 
+    async def rehearse(self) -> None:
+        """Does nothing: a pooler may send the bump to another backend."""
+
     async def end_terms(self, terms: Mapping[str, tuple[int, bool]], reason: str = "released") -> set[str]:
         ended = await super().end_terms(terms, reason)
         if self._lease.asked_again and ended != terms.keys():

@@ -80,9 +80,7 @@ class Winning:
                 self._owner.notify(Attempted(role.name, "held"))
         self._board.tries([role for role in trying if role.holds_lock])
         if first and trying and not self._board.trying:
-            # The server compiles and plans the bump at its first call in a session, and that takes longer than the rest
-            # of a takeover. A standby lets it do so now, for no role.
-            await ledger.bump({})
+            await ledger.rehearse()
         due_at = min(due_at, ledger.silent_at, self._balancing.saw(self.wanted, seen_at))
         if self._settings.standby_wait_s > 0:
             due_at = await self._wait_at_the_server(ledger, due_at)

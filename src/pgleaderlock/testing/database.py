@@ -314,6 +314,9 @@ class FakeLedger(Ledger):
         self._fake.beat += 1
         return [self._begin(role, keys) for role, keys in roles.items()]
 
+    async def rehearse(self) -> None:
+        await self._fake.answered()
+
     async def end_terms(self, terms: Mapping[str, tuple[int, bool]], reason: str = "released") -> set[str]:
         await self._fake.answered()
         ended = {role for role, (epoch, _) in terms.items() if role in (m := self._mine()) and m[role].epoch == epoch}

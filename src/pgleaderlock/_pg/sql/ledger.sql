@@ -141,6 +141,13 @@ SELECT pgleaderlock.request_step_down(%(role)s, %(namespace)s, %(to_node_id)s, %
 SELECT * FROM pgleaderlock.bump(
     %(session_id)s, %(roles)s::text[], %(key1)s::integer[], %(key2)s::integer[], %(wait_ms)s, %(channel)s)
 
+-- name: ledger_rehearse
+-- A bump of no role. It is rolled back, because each bump counts as a heartbeat.
+BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE;
+SELECT * FROM pgleaderlock.bump(%(session_id)s, '{}', '{}', '{}', 0, %(channel)s);
+ROLLBACK;
+SELECT true AS rehearsed
+
 -- name: ledger_end_term
 SELECT end_term AS role FROM pgleaderlock.end_term(
     %(session_id)s, %(roles)s::text[], %(epochs)s::bigint[], %(clean)s::boolean[], %(reason)s)
