@@ -20,7 +20,8 @@ Must never import a store, HTTP or a database driver.
 """
 
 import asyncio
-import secrets
+import os
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -113,7 +114,7 @@ class Granted(msgspec.Struct, frozen=True, gc=False):
 
 def new_lease_id() -> str:
     """A random id. It must not be guessable: anyone who knows it can act as the holder."""
-    return secrets.token_hex(16)
+    return os.urandom(16).hex()
 
 
 def stored_key(acquire: Acquire) -> str | None:
@@ -127,13 +128,14 @@ class KnownKeys:
     whether that lease is still valid. An index in the database would make every grant slower."""
 
     def __init__(self) -> None:
-        self._locks: dict[str, str] = {}
+        # An OrderedDict finds its oldest entry at once; a dict walks over all that were deleted before.
+        self._locks: OrderedDict[str, str] = OrderedDict()
 
     def note(self, acquire: Acquire) -> None:
         if acquire.idempotency_key is not None:
             self._locks[acquire.idempotency_key] = acquire.lock_name
             if len(self._locks) > KNOWN_KEYS_MAX:
-                del self._locks[next(iter(self._locks))]
+                self._locks.popitem(last=False)
 
     def other_lock(self, acquire: Acquire) -> str | None:
         """The other lock that this acquire's key may belong to; None if there is none."""

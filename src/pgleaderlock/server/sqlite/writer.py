@@ -223,7 +223,9 @@ class Writer:
         self._threads_until = max(self._threads_until, self._loop.time() + for_s)
 
     def _do_here(self, request: Apply) -> None:
-        answers = self.here(lambda: self._transact([request], closing=False))
+        self._sleep.begin()
+        answers = self._transact([request], closing=False)
+        self._remember(self._sleep.slow_s())
         self._settle(answers, self._locks.room.next_due_ns)
 
     def here(self, do: Callable[[], _T]) -> _T:
@@ -320,7 +322,6 @@ class Writer:
         """One transaction for the group. If it cannot be committed, all of the group is told so, and nothing else."""
         locks = self._locks
         before = locks.rows, locks.held
-        cancels = self._owed + [item for item in group if type(item) is Cancel]
         try:
             if self._log.doubtful:
                 self._log.start_again()
@@ -332,23 +333,26 @@ class Writer:
             for cancel in self._owed:
                 locks.cancel(cancel.ticket)
             for item in group:  # in the order in which they came: a ticket before its cancel
-                self._do(item)
+                if type(item) is tuple:
+                    self._apply(item)
+                else:
+                    self._do(item)
             if closing:
                 locks.close()
             self._execute("COMMIT")
         except Exception as error:
             locks.rows, locks.held = before
-            return self._undone(error, group, cancels, closing=closing)
+            return self._undone(error, group, closing=closing)
         self._owed = []
         answers, locks.answers = locks.answers, []
         return answers
 
-    def _undone(self, error: Exception, group: list[Item], cancels: list[Cancel], *, closing: bool) -> Answers:
+    def _undone(self, error: Exception, group: list[Item], *, closing: bool) -> Answers:
         """Nothing of this group is durable, whatever the error is."""
         self._roll_back()
         if isinstance(error, apsw.IOError):
             self._log.doubtful = True
-        self._owed = cancels[-CANCELS_OWED_MAX:]
+        self._owed = [*self._owed, *(item for item in group if type(item) is Cancel)][-CANCELS_OWED_MAX:]
         told = explained(error, self._path)
         if not isinstance(told, StoreError):
             told = StoreError(f"{self._path}: {error!r}: this is a defect of the server; nothing was granted")
@@ -371,15 +375,18 @@ class Writer:
                     return False
         return True
 
-    def _do(self, item: Item) -> None:
-        """One item. A failure of this item alone is its answer; one that has ended the transaction is raised."""
+    # One item. A failure of this item alone is its answer; one that has ended the transaction is raised.
+
+    def _apply(self, request: Apply) -> None:
         locks = self._locks
-        if type(item) is tuple:
-            try:
-                locks.answers.append((item[0], locks.apply(item[1])))
-            except Exception as error:
-                self._fail_alone(item[0], error)
-        elif type(item) is Ticket:
+        try:
+            locks.answers.append((request[0], locks.apply(request[1])))
+        except Exception as error:
+            self._fail_alone(request[0], error)
+
+    def _do(self, item: Item) -> None:
+        locks = self._locks
+        if type(item) is Ticket:
             try:
                 locks.wait(item)
             except Exception as error:
