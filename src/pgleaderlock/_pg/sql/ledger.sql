@@ -47,8 +47,9 @@ EXECUTE pgleaderlock_heartbeat (%(session_id)s, %(settled)s, %(draining)s, %(key
 -- text, the place of each role among those asked for and its epoch: a thousand roles have few holders, a long reply
 -- costs a standby more than all the rest, and a row that equals the last one need not be parsed. `marks`: 1 for a
 -- granted lock, 2 for a term that has ended (or never was), 4 for a role reserved for another node, 8 for a role
--- reserved for us, 16 for a role recorded under another key than the caller's. A role that was given up for another node is left to that node for a moment. A node whose snapshot
--- is older than the reservation may win it anyway: the reservation is a preference, not a promise.
+-- reserved for us, 16 for a role recorded under another key than the caller's. A role that was given up for another
+-- node is left to that node for a moment. A node whose snapshot is older than the reservation may win it anyway: the
+-- reservation is a preference, not a promise.
 WITH reserved AS MATERIALIZED (
     SELECT DISTINCT r.role FROM pgleaderlock.requests r
     WHERE r.namespace = %(namespace)s AND r.done_at IS NULL AND r.to_node_id <> %(node_id)s
