@@ -4,6 +4,7 @@ grant that it told of or, where that is lost, the height of its token."""
 import asyncio
 import errno
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import apsw
 import psycopg
 import pytest
 
+from pgleaderlock._base.clock import BOOT_CLOCK
 from pgleaderlock.server.sqlite import file, mark
 from pgleaderlock.server.sqlite import store as sqlite_store
 from pgleaderlock.server.sqlite.store import SqliteStore
@@ -300,6 +302,19 @@ async def test_a_copy_from_the_middle_of_the_last_run_beside_its_mark_reuses_no_
     assert store.found.lost is not None
     assert (await acquired(store, "job")).fencing_token > lease.fencing_token
     await store.close()
+
+
+def test_a_mark_that_is_cut_short_does_not_end_the_server(tmp_path: Path) -> None:
+    """Nor does a file system that has no room for the note, as one that copies on write when it is full."""
+    path = tmp_path / "locks.db"
+    with subprocess.Popen([sys.executable, str(STORE_USER), "hammer", str(path)], stdout=subprocess.PIPE) as user:
+        assert user.stdout is not None
+        told = map(json.loads, user.stdout)
+        assert any(each["what"] == "granted" for each in told)
+        os.truncate(mark.mark_path(path), 0)
+        cut_s = BOOT_CLOCK.now()
+        assert any(each["what"] == "granted" and each["from_s"] > cut_s for each in told)
+        user.kill()
 
 
 @pytest.mark.parametrize("what", ["damaged", "removed", "that of another store", "that of an earlier run"])

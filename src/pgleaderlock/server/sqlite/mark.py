@@ -16,7 +16,6 @@ Must never lower the ceiling.
 """
 
 import contextlib
-import mmap
 import os
 import secrets
 import struct
@@ -223,11 +222,9 @@ class Mark:
         with described(mark_path(path)):
             self._fd = os.open(mark_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._log_fd = -1
-            self._map: mmap.mmap | None = None
             try:
                 self._log_fd = os.open(f"{path}-wal", os.O_RDONLY | os.O_CLOEXEC)
                 durably(self._fd, head.encode().ljust(NOTE_AT + NOTE.size, b"\0"))
-                self._map = mmap.mmap(self._fd, NOTE_AT + NOTE.size)
                 sync_folder(path.parent)
             except BaseException:
                 self.close()
@@ -246,18 +243,14 @@ class Mark:
         return self._head.ceiling
 
     def note(self, pages: int) -> None:
-        """Note after each commit how many pages the log has. A kill in the middle leaves a note whose check is wrong,
-        which counts as none: then less damage is noticed, but no token is lost."""
-        if self._map is None:
-            return
-        if pages <= self._pages:  # the log has restarted from its beginning
-            try:
+        """Note after each commit how many pages the log has. This is a call that can fail: through a map of the file, a
+        full disk or a file that was cut short would end the process."""
+        with contextlib.suppress(OSError, struct.error):  # without a note, less damage is noticed, but no token is lost
+            if pages <= self._pages:  # the log has restarted from its beginning
                 self._salts = LOG_SALTS.unpack(os.pread(self._log_fd, LOG_SALTS.size, 0))
-            except (OSError, struct.error):
-                return
-        self._pages = pages
-        first, second = self._salts
-        NOTE.pack_into(self._map, NOTE_AT, first, second, pages, first ^ second ^ pages ^ NOTE_CHECK)
+            self._pages = pages
+            first, second = self._salts
+            os.pwrite(self._fd, NOTE.pack(first, second, pages, first ^ second ^ pages ^ NOTE_CHECK), NOTE_AT)
 
     def log_started_again(self) -> None:
         self._pages = _ANY_LENGTH
@@ -271,9 +264,6 @@ class Mark:
         self.close()
 
     def close(self) -> None:
-        if self._map is not None:
-            self._map.close()
-            self._map = None
         for fd in (self._fd, self._log_fd):
             if fd >= 0:
                 os.close(fd)
