@@ -481,6 +481,7 @@ def test_exec_that_loses_its_term_ends_at_once_though_another_host_leads(
     [
         (("--once-per", "1h", "--slot", "s"), "give one"),
         (("--time-zone", "UTC"), "needs --once-per or --slot"),
+        (("--slot", "s", "--time-zone", "UTC"), "--time-zone goes with --once-per"),
         (("--slot", "s", "--fenced"), "fenced by themselves"),
         (("--once-per", "7h"), "must divide a day"),
         (("--once-per", "1h", "--wait", "5m"), "--wait does not go with"),

@@ -218,6 +218,8 @@ def _checked_slot(
         raise click.UsageError("--once-per and --slot need --name: slots belong to a name")
     if fenced:
         raise click.UsageError("--once-per and --slot are fenced by themselves: leave --fenced out")
+    if slot is not None and ctx.get_parameter_source("time_zone") is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError("--time-zone goes with --once-per, and has no effect on a --slot of your own: drop it")
     for name in ("wait_s", "standby_wait", "health_interval", "health_timeout", "session_lease"):
         if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             flag = next(option.opts[0] for option in ctx.command.params if option.name == name)
