@@ -18,7 +18,7 @@ from pgleaderlock._base.logging import get_logger
 from pgleaderlock._election.engine import Engine
 from pgleaderlock._election.ledger import HOLD_S, Beat, Bump, Identity, Ledger, Look, Request
 from pgleaderlock._election.role import BEAT_GAP_S, NEVER, Board, Role, Sight
-from pgleaderlock._election.settings import Setup
+from pgleaderlock._election.settings import Hold, Setup
 from pgleaderlock._election.winning import BUSY_WAIT_MS, COLLISION_RETRY_S
 from pgleaderlock._lock.driver import Driver
 from pgleaderlock._lock.fsm import Input, Rules
@@ -484,6 +484,47 @@ async def test_a_standby_rehearses_the_bump_once_per_session(node: Node) -> None
     another.looks = [replace_look(granted=True)]
     await node.winning.try_locks()
     assert another.rehearsed == 0, "what it has won is bumped at once"
+
+
+async def test_a_node_that_does_not_compete_rehearses_nothing() -> None:
+    node = Node(replace(SETTINGS, candidate=False))
+    node.ledger.looks = [LOOK]
+    await node.winning.try_locks()
+    assert node.ledger.said("try") == [(["r", "s"], [])]
+    assert node.ledger.rehearsed == 0
+
+
+@pytest.mark.parametrize(
+    ("held_by", "look", "told"),
+    [
+        ("lease", {}, 1),
+        ("session", {}, 0),
+        ("lease", {"granted": True}, 0),
+        ("lease", {"ended": True}, 0),
+        ("lease", {"role": "s"}, 0),
+        ("lease", {"other_key": False}, 0),
+    ],
+    ids=["led", "by a session, whose bump is refused", "won", "ended", "not tried", "the same key"],
+)
+async def test_a_lease_that_tries_a_role_says_that_it_is_led_under_another_key(
+    held_by: Hold, look: dict[str, Any], told: int
+) -> None:
+    node = Node(replace(SETTINGS, hold=held_by))
+    node.s.rest_until(NEVER)
+    node.ledger.looks = [replace_look(**{"other_key": True} | look)]
+    await node.winning.try_locks()
+    assert [str(error).partition(":")[0] for error in node.errors] == [
+        "role 'r' is led by other under another key"
+    ] * told
+
+
+async def test_that_a_role_is_led_under_another_key_is_said_once_a_minute() -> None:
+    node = Node(replace(SETTINGS, hold="lease"))
+    node.ledger.looks = [replace_look(other_key=True)]
+    for after_s, told in ((0.0, 1), (COLLISION_RETRY_S - 1.0, 1), (1.0, 2)):
+        node.clock.jump(after_s)
+        await node.winning.try_locks()
+        assert len(node.errors) == told
 
 
 async def test_with_a_wait_at_the_server_the_next_try_is_due_at_once(node: Node) -> None:
