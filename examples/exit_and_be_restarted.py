@@ -1,4 +1,4 @@
-"""Try once. Whoever does not lead exits, and is started again by Kubernetes, systemd or cron.
+"""Try once. A process that does not lead exits, and is started again by Kubernetes, systemd or cron.
 
 Exit codes, the same as those of `pgleaderlock exec`: 0 ended by SIGTERM, 2 database, 75 somebody else leads, 76
 leadership was lost. Needs PG_DSN.
@@ -19,7 +19,7 @@ DATABASE, NOT_WON, LOST = 2, 75, 76
 
 async def send_invoices() -> None:
     print("leading: sending invoices")
-    await asyncio.Event().wait()  # your work, for ever
+    await asyncio.Event().wait()  # your work: here it never ends
 
 
 # -- shown in docs/guard.md
@@ -33,7 +33,7 @@ async def lead() -> int:
         try:
             async with guard, asyncio.TaskGroup() as tasks:
                 work = tasks.create_task(send_invoices())
-                await guard.lost()  # normally for ever
+                await guard.lost()  # returns when the lock is lost
                 work.cancel()  # the group waits for its end
         except DatabaseError as lost:  # leaving the block of a guard that has lost says so
             print("lost:", lost)

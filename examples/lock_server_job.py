@@ -15,7 +15,7 @@ from pgleaderlock.client import AsyncLease, AsyncLockClient, LeaseLost, LockHeld
 SERVER, NOT_WON, LOST = 2, 75, 76
 
 
-# -- the downstream side: whoever stores the result enforces the fence
+# -- the downstream side: the program that stores the result enforces the fence
 class Reports:
     """Accepts a write only if its token is not lower than the highest it has seen."""
 

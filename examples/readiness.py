@@ -24,7 +24,7 @@ REQUEST_S_MAX = 5.0
 
 async def send_invoices() -> None:
     print("leading: sending invoices")
-    await asyncio.Event().wait()  # your work, for ever
+    await asyncio.Event().wait()  # your work: here it never ends
 
 
 # -- shown in docs/guard.md

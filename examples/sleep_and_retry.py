@@ -22,7 +22,7 @@ PATIENCE_S = float(os.environ.get("PATIENCE_S", "600"))
 
 async def send_invoices() -> None:
     print("leading: sending invoices")
-    await asyncio.Event().wait()  # your work, for ever
+    await asyncio.Event().wait()  # your work: here it never ends
 
 
 # -- shown in docs/guard.md

@@ -19,7 +19,7 @@ DRAIN_TIMEOUT_S = 20.0
 async def send_invoices(token: LeaderToken) -> None:
     print(f"leading: sending invoices, epoch {token.epoch}")
     try:
-        await asyncio.Event().wait()  # your work, for ever
+        await asyncio.Event().wait()  # your work: here it never ends
     finally:
         print("the work has ended")
 

@@ -231,8 +231,8 @@ def roles(ctx: click.Context, dsn: str | None, namespace: str, as_json: bool) ->
     STATE says whether anybody may act for it: `acting`, or why not. For each role for which nobody may act, a line says
     why, and what to run next. By the ledger: informational, and old when it is read.
 
-    Exit codes: 0 somebody may act for every role, 1 for one of them nobody may, or all roles are in other namespaces; 2
-    it could not be found out.
+    Exit codes: 0 every role has a leader that may act; 1 a role has none, or all roles are in other namespaces; 2 it
+    could not be found out.
     """
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]

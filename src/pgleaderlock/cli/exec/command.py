@@ -77,7 +77,7 @@ SLOT_LATE_S, SLOT_LEASE_S = 5.0, 7.0
 @click.option(
     "--once-per",
     type=POSITIVE,
-    help="Run it once in each tick of this length, whoever comes first: 15m, 1h, 1d. Needs the ledger.",
+    help="Run it once in each tick of this length, on the first host that comes: 15m, 1h, 1d. Needs the ledger.",
 )
 @click.option("--slot", help="Run it once for this slot, a name of your own, instead of a tick.")
 @click.option("--time-zone", default="UTC", show_default=True, help="With --once-per: in which days begin.")
