@@ -249,7 +249,7 @@ async def test_a_lease_lost_by_break_cancels_the_body_and_raises_lease_lost(
     seen: list[str] = []
 
     async def work() -> None:
-        async with client.lock(name, 1.0, interval_s=0.05):
+        async with client.lock(name, 60.0, interval_s=0.05):
             inside.set()
             try:
                 await asyncio.Event().wait()
@@ -277,7 +277,7 @@ async def test_a_task_is_as_uncancelled_after_a_lost_lease_as_before(
     assert task is not None
 
     async def work() -> None:
-        async with client.lock(name, 1.0, interval_s=0.05), patience():
+        async with client.lock(name, 60.0, interval_s=0.05), patience():
             await admin.break_lock(name)
             await asyncio.Event().wait()
 
@@ -309,7 +309,7 @@ async def test_a_body_that_swallows_its_cancellation_is_told_at_its_end(
     client: AsyncLockClient, admin: AsyncLockClient, name: str
 ) -> None:
     async def work() -> None:
-        async with client.lock(name, 1.0, interval_s=0.05):
+        async with client.lock(name, 60.0, interval_s=0.05):
             await admin.break_lock(name)
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(PATIENCE_S)

@@ -33,6 +33,9 @@ from support.lockserver import LockServerProcess, lock_server, postgres_url, unt
 from support.program import PATIENCE_S, command
 from support.proxy import Proxy
 
+SHORT_TTL_S = 3.0
+"""A lease that is to be lost to time. Shorter ones have ended before a busy machine has delivered their grant."""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LockServerProcess]:
@@ -302,7 +305,7 @@ def frozen(server: LockServerProcess) -> Iterator[None]:
 async def test_a_frozen_server_lets_the_heartbeats_own_deadline_fire(tmp_path: Path, name: str) -> None:
     with lock_server(tmp_path) as own:
         async with AsyncLockClient(own.url) as client:
-            lease = await client.acquire(name, 0.6)
+            lease = await client.acquire(name, SHORT_TTL_S)
             client.start_heartbeat(lease)
             with frozen(own):
                 async with patience():
@@ -328,12 +331,12 @@ async def test_a_silent_server_does_not_hold_up_the_news_of_a_loss(tmp_path: Pat
     inside, blocking_inside = asyncio.Event(), threading.Event()
 
     async def work(client: AsyncLockClient) -> None:
-        async with client.lock(name, 0.6):
+        async with client.lock(name, SHORT_TTL_S):
             inside.set()
             await asyncio.Event().wait()
 
     def blocking_work(client: LockClient) -> None:
-        with client.lock(f"{name}/2", 0.6) as lease:
+        with client.lock(f"{name}/2", SHORT_TTL_S) as lease:
             blocking_inside.set()
             lease.lost.wait(PATIENCE_S)
 
