@@ -94,6 +94,7 @@ class LeaderGate:
         self._clock = clock
         self._now = clock.now
         self._visible = _SHUT
+        self._visible_since = NEVER
         self._term = _SHUT
         self._closed_because = "never_led"
         self._held_shut: set[str] = set()
@@ -273,7 +274,7 @@ class LeaderGate:
         """When the current term could act, up to now."""
         with self._lock:
             now, visible = self._now(), self._visible
-            self._note(visible, now)
+            self._note(now)
             shut = not visible.opens_at <= now < visible.deadline
             return GateRecord(self._opened_at, self._acted_until if shut else None, tuple(self._gaps))
 
@@ -325,23 +326,22 @@ class LeaderGate:
 
     def _publish(self) -> None:
         was, now = self._visible, self._now()
-        self._visible = _SHUT if self._held_shut else self._term
         if was.token is self._term.token:
-            self._note(was, now)
+            self._note(now)
+        self._visible, self._visible_since = _SHUT if self._held_shut else self._term, now
         opens_at, deadline, _ = self._visible
-        if opens_at <= now < deadline:
-            if self._acted_until is not None and self._acted_until < now:
-                self._gaps.append(Gap(self._acted_until, now, "vetoed" if was.token is None else "late_heartbeat"))
-                self._gaps = self._gaps[-GAPS_MAX:]
-            if self._opened_at is None:
-                self._opened_at = now
+        if opens_at <= now < deadline and self._acted_until is not None and self._acted_until < now:
+            self._gaps.append(Gap(self._acted_until, now, "vetoed" if was.token is None else "late_heartbeat"))
+            self._gaps = self._gaps[-GAPS_MAX:]
         self._wake()
 
-    def _note(self, opening: _Opening, now: float) -> None:
-        """Update from and until when the term could act, by this opening, which was in force until now."""
-        if opening.opens_at <= now and opening.opens_at < opening.deadline:
-            self._opened_at = opening.opens_at if self._opened_at is None else self._opened_at
-            self._acted_until = min(now, opening.deadline)
+    def _note(self, now: float) -> None:
+        """Update from and until when the term could act, by the opening that is visible."""
+        opens_at, deadline, _ = self._visible
+        from_at = max(opens_at, self._visible_since)  # a veto may have been lifted behind the deadline
+        if from_at <= now and from_at < deadline:
+            self._opened_at = from_at if self._opened_at is None else self._opened_at
+            self._acted_until = min(now, deadline)
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pgleaderlock import LeaderGate, LeaderToken, NotLeader
+from pgleaderlock.gate import GAPS_MAX, Gap
 from support.fakes import FakeClock, limit, until
 from support.forked import in_child
 
@@ -283,6 +284,111 @@ def test_enable_without_a_term_is_refused(gate: LeaderGate) -> None:
     with pytest.raises(NotLeader):
         gate.enable(FIRST)
     assert reason(gate) == "never_led"
+
+
+# --- What it remembers of its term
+
+
+def test_it_remembers_since_when_and_until_when_its_term_could_act(gate: LeaderGate, clock: FakeClock) -> None:
+    began = clock.now()
+    gate.open(FIRST, began + 3.0, began + 6.0)
+    assert gate.record() == (None, None, ())
+    clock.jump(4.0)  # nobody asked at the moment itself
+    assert gate.record() == (began + 3.0, None, ())
+    clock.jump(4.0)
+    assert gate.record() == (began + 3.0, began + 6.0, ())
+
+
+def test_a_heartbeat_that_was_late_leaves_a_gap(gate: LeaderGate, clock: FakeClock) -> None:
+    began = clock.now()
+    open_for(gate, clock, 6.0)
+    clock.jump(8.0)
+    assert not gate.untold
+    gate.renew(clock.now() + 6.0)
+    gap = Gap(began + 6.0, began + 8.0, "late_heartbeat")
+    assert gate.record() == (began, None, (gap,))
+    assert gate.untold
+    gate.told([gap])
+    assert gate.record() == (began, None, ())
+    assert not gate.untold
+
+
+def test_a_veto_leaves_a_gap_when_it_is_lifted(gate: LeaderGate, clock: FakeClock) -> None:
+    began = clock.now()
+    open_for(gate, clock, 60.0)
+    clock.jump(1.0)
+    gate.disable()
+    clock.jump(2.0)
+    assert gate.record() == (began, began + 1.0, ())
+    gate.enable(FIRST)
+    assert gate.record() == (began, None, (Gap(began + 1.0, began + 3.0, "vetoed"),))
+
+
+def test_a_veto_that_took_no_time_or_came_before_the_gate_was_open_leaves_none(
+    gate: LeaderGate, clock: FakeClock
+) -> None:
+    began = clock.now()
+    gate.disable()
+    gate.open(FIRST, began + 1.0, began + 60.0)
+    clock.jump(2.0)
+    assert gate.record() == (None, None, ()), "it was vetoed"
+    gate.enable(FIRST)
+    assert gate.record() == (began + 2.0, None, ())
+    clock.jump(1.0)
+    gate.disable()
+    gate.enable(FIRST)
+    assert gate.record() == (began + 2.0, None, ())
+
+
+@pytest.mark.parametrize("late_s", [0.0, 1.0])
+def test_a_veto_that_is_lifted_when_the_heartbeat_is_late_opens_nothing(
+    gate: LeaderGate, clock: FakeClock, late_s: float
+) -> None:
+    gate.disable()
+    open_for(gate, clock, 6.0)
+    clock.jump(6.0 + late_s)
+    gate.enable(FIRST)
+    clock.jump(1.0)
+    assert gate.record() == (None, None, ())
+    gate.renew(clock.now() + 6.0)
+    assert gate.record() == (clock.now(), None, ())
+
+
+def test_a_veto_that_is_lifted_when_the_heartbeat_is_late_is_one_gap_with_what_follows(
+    gate: LeaderGate, clock: FakeClock
+) -> None:
+    began = clock.now()
+    open_for(gate, clock, 6.0)
+    clock.jump(3.0)
+    gate.disable()
+    clock.jump(4.0)
+    gate.enable(FIRST)
+    assert gate.record() == (began, began + 3.0, ())
+    clock.jump(1.0)
+    gate.renew(clock.now() + 6.0)
+    assert gate.record() == (began, None, (Gap(began + 3.0, began + 8.0, "late_heartbeat"),))
+
+
+def test_each_term_is_remembered_for_itself(gate: LeaderGate, clock: FakeClock) -> None:
+    open_for(gate, clock, 6.0)
+    clock.jump(8.0)
+    gate.renew(clock.now() + 6.0)
+    clock.jump(1.0)
+    began = clock.now()
+    gate.open(SECOND, began + 1.0, began + 6.0)
+    assert gate.record() == (None, None, ())
+    clock.jump(1.0)
+    assert gate.record() == (began + 1.0, None, ())
+
+
+def test_of_very_many_gaps_it_remembers_the_last(gate: LeaderGate, clock: FakeClock) -> None:
+    open_for(gate, clock, 1.0)
+    for _ in range(GAPS_MAX + 3):
+        clock.jump(2.0)
+        gate.renew(clock.now() + 1.0)
+    gaps = gate.record().gaps
+    assert len(gaps) == GAPS_MAX
+    assert gaps[-1] == Gap(clock.now() - 1.0, clock.now(), "late_heartbeat")
 
 
 # --- Work in flight
