@@ -518,6 +518,17 @@ async def test_a_lease_that_tries_a_role_says_that_it_is_led_under_another_key(
     ] * told
 
 
+@pytest.mark.parametrize(("other_key", "told"), [(True, 1), (False, 0)])
+async def test_a_bump_that_is_refused_says_so_too_if_the_role_is_led_under_another_key(
+    node: Node, other_key: bool, told: int
+) -> None:
+    node.ledger.looks = [replace_look(other_key=other_key)]
+    await node.winning.try_locks()
+    assert node.errors == []
+    await node.win(replace(LOST, outcome="not_held"))
+    assert len(node.errors) == told
+
+
 async def test_that_a_role_is_led_under_another_key_is_said_once_a_minute() -> None:
     node = Node(replace(SETTINGS, hold="lease"))
     node.ledger.looks = [replace_look(other_key=True)]

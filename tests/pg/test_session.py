@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -549,6 +549,22 @@ async def test_a_heartbeat_names_what_is_settled_and_brings_what_was_asked() -> 
     assert (await ledger(rows).beat(())).requests == ()
 
 
+async def test_a_heartbeat_asks_for_a_lock_that_the_session_holds() -> None:
+    rows = Rows([BEAT])
+    await ledger(rows).beat((), held=(1, -2))
+    ((_, params),) = rows.asked
+    assert (params["key1"], params["key2"]) == (1, -2)
+
+
+async def test_a_heartbeat_that_another_backend_answers_or_that_finds_no_lock_ends_the_session() -> None:
+    rows = Rows([{**BEAT, "proven": False, "version": 5}])
+    made = ledger(rows, version=4)
+    with pytest.raises(UnsafeSessionError, match="has lost it"):
+        await made.beat((), held=(1, 2))
+    assert rows.closed
+    assert made.version == 4, "it is not this session's answer"
+
+
 async def test_a_heartbeat_tells_the_version_of_a_ledger_that_was_upgraded() -> None:
     made = ledger(Rows([{**BEAT, "version": 5}]), version=4)
     await made.beat(("r",))
@@ -596,12 +612,23 @@ async def test_what_was_not_held_is_not_told_as_unlocked() -> None:
     assert rows.asked[1] == ("ledger_hint", {"channel": "channel", "hint": "released"})
 
 
-async def test_a_write_that_the_server_warned_of_is_led_on_by_nobody_and_ends_the_session() -> None:
+@pytest.mark.parametrize(
+    ("write", "answer"),
+    [
+        (lambda made: made.beat(()), [BEAT]),
+        (lambda made: made.bump({"r": (1, 2)}), [BUMP]),
+        (lambda made: made.end_terms({"r": (8, True)}), [{"role": "r"}]),
+    ],
+    ids=["beat", "bump", "end of a term"],
+)
+async def test_a_write_that_the_server_warned_of_is_led_on_by_nobody_and_ends_the_session(
+    write: Callable[[Ledger], Awaitable[object]], answer: list[dict[str, Any]]
+) -> None:
     """A wait for a synchronous standby that was cancelled is only a warning: the commit may be lost."""
-    rows = Rows([BEAT])
+    rows = Rows(answer)
     rows.doubts = ["canceling wait for synchronous replication"]
     with pytest.raises(ConnectionError, match="synchronous replication"):
-        await ledger(rows).beat(())
+        await write(ledger(rows))
     assert rows.closed
 
 
