@@ -16,7 +16,7 @@ from pgleaderlock._pg import lease as _lease
 from pgleaderlock._pg.conninfo import ConnectionSettings, Dsn
 from pgleaderlock._pg.lease import LeaseSession
 from pgleaderlock._pg.session import SEVER_TIMEOUT_S
-from pgleaderlock.errors import ConnectionError, SchemaError
+from pgleaderlock.errors import ConnectionError, SchemaError, UnsafeSessionError
 from support.fakes import FakeClock, limit, until
 
 SETTINGS = ConnectionSettings("test", statement_timeout_s=2.5, lease_s=7.0)
@@ -375,6 +375,13 @@ async def test_before_the_lease_is_recorded_it_is_told_why_nobody_can_connect(wo
     with pytest.raises(ConnectionError, match="raise max_locks_per_transaction") as error:
         await world.heartbeat()
     assert "secret" not in str(error.value)
+
+
+async def test_a_pooler_that_refuses_a_setting_of_the_dsn_is_told_with_what_to_remove(world: World) -> None:
+    world.session.opened = False
+    world.refusals = [psycopg.OperationalError("unsupported startup parameter: options")]
+    with pytest.raises(UnsafeSessionError, match="remove `options`"):
+        await world.heartbeat()
 
 
 @pytest.mark.parametrize("recorded", [False, True])

@@ -97,6 +97,10 @@ LEASE_LOCK = _tests(
 LEASE_STATEMENT: Tests = ("tests/pg/test_lease_statements.py",)
 LEASE_RULES: Tests = ("tests/election/test_lease_rules.py",)
 LEASE_SESSION: Tests = ("tests/pg/test_lease_session.py",)
+LEASE_CONNECTION: Tests = (
+    *LEASE_SESSION,
+    "tests/election/test_fork.py::test_a_child_has_no_copy_of_the_socket_through_which_its_parent_leads",
+)
 LEASED_ROLES: Tests = ("tests/election/test_leased_roles.py",)
 GATES: Tests = ("tests/election/test_ledger_gates.py",)
 SLOTS: Tests = ("tests/election/test_ledger_slots.py",)
@@ -170,10 +174,11 @@ PYTHON: dict[str, dict[Tests, tuple[str, ...]]] = {
         LEASE_SESSION: (
             *(
                 f"LeaseSession.{name}"
-                for name in ("rows", "_once", "_message", "_connected", "_remember_warning", "_failed", "_abandon")
+                for name in ("rows", "_once", "_message", "_remember_warning", "_failed", "_abandon")
             ),
             "_execute",
-        )
+        ),
+        LEASE_CONNECTION: ("LeaseSession._connected",),
     },
     "fence.py": {
         FENCED: (
