@@ -41,7 +41,8 @@ class Connection:
         self.happened: list[str] = []
         self.holders: list[object] = []
         self.closed = state.get("closed", False)
-        self.autocommit = True
+        self.autocommit = state.get("autocommit", True)
+        self.cursor_factory = psycopg.Cursor
         self.pgconn = SimpleNamespace(
             pipeline_status=state.get("pipeline", pq.PipelineStatus.OFF),
             transaction_status=state.get("status", IDLE),
@@ -171,8 +172,9 @@ async def test_a_transaction_block_that_is_open_is_joined(way: Way) -> None:
         ({"pipeline": pq.PipelineStatus.ON}, ConfigurationError, "pipeline"),
         ({"status": pq.TransactionStatus.INERROR}, ConfigurationError, "failed transaction"),
         ({"status": pq.TransactionStatus.ACTIVE}, ConfigurationError, "busy"),
+        ({"autocommit": False}, ConfigurationError, "autocommit is off and no transaction is open"),
     ],
-    ids=["closed", "in a pipeline", "failed", "busy"],
+    ids=["closed", "in a pipeline", "failed", "busy", "committed by its owner"],
 )
 async def test_on_a_connection_that_is_not_usable_nothing_is_sent(
     way: Way, state: dict[str, Any], error: type[Exception], says: str
