@@ -22,6 +22,9 @@ from pgleaderlock.server.sqlite import (
     locks as _sqlite_locks,
 )
 from pgleaderlock.server.sqlite import (
+    mark as _sqlite_mark,
+)
+from pgleaderlock.server.sqlite import (
     store as store_sqlite,
 )
 from pgleaderlock.server.sqlite import (
@@ -590,6 +593,49 @@ async def test_the_log_does_not_grow_beyond_its_bound_while_many_write(
     assert read(path, "SELECT count(*) FROM locks") == 5_000
 
 
+async def test_the_log_starts_again_although_something_is_written_during_each_copy(
+    opened: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    copies = 0
+    copied, go_on = threading.Event(), threading.Event()
+    real_note, real_copy = _sqlite_mark.Mark.note, _sqlite_log.Log._copy
+
+    def note(mark: Any, pages: int) -> None:
+        lengths.append(pages)
+        real_note(mark, pages)
+
+    def copy(log: Any, connection: apsw.Connection) -> int:
+        nonlocal copies
+        pages = real_copy(log, connection)
+        if connection is log._copier:
+            copies += 1
+            copied.set()
+            assert go_on.wait(PATIENCE_S)
+            go_on.clear()
+        return pages
+
+    async def write() -> None:
+        await store.submit([release_of(await acquired(store, "job"))])
+        await turns_of_the_loop(1)
+
+    monkeypatch.setattr(_sqlite_mark.Mark, "note", note)
+    monkeypatch.setattr(_sqlite_log.Log, "_copy", copy)
+    monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 200)
+    async with opened() as store, asyncio.timeout(PATIENCE_S):
+        log = store._writer._log  # type: ignore[union-attr]
+        while len(lengths) < 1_000:
+            await write()
+            if not log._idle.is_set():
+                await asyncio.to_thread(copied.wait)
+                await write()
+                copied.clear()
+                go_on.set()
+                await asyncio.to_thread(log._idle.wait)
+    assert max(lengths) < 220
+    assert copies == sum(after < before for before, after in itertools.pairwise(lengths)), "one copy for each start"
+
+
 async def test_a_log_that_grew_behind_a_reader_is_short_again_when_that_has_gone(
     opened: OpenStore, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -843,11 +889,16 @@ async def test_a_look_that_finds_the_file_locked_waits_in_the_readers_thread(
         assert looks == [True, False]
 
 
-async def test_to_copy_the_log_is_never_the_loops_work(
+async def test_to_copy_more_than_a_rest_of_the_log_is_never_the_loops_work(
     opened: OpenStore, transactions: list[tuple[bool, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied_by: list[int] = []
-    monkeypatch.setattr(_sqlite_log.Log, "_copy", lambda _log, _connection: copied_by.append(threading.get_ident()))
+
+    def copy(_log: Any, _connection: apsw.Connection) -> int:
+        copied_by.append(threading.get_ident())
+        return 0
+
+    monkeypatch.setattr(_sqlite_log.Log, "_copy", copy)
     monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 2)
     async with opened() as store:
         for turn in range(40):

@@ -486,7 +486,7 @@ async def test_a_grant_behind_a_sync_that_failed_behind_a_release_is_not_lost(
         disk.sync_fails = True
         if copier:
             log._idle.clear()
-            log._asked.put(True)  # as when it has become long
+            log._asked.put(log._starts)  # as when it has become long
             assert await asyncio.to_thread(log._idle.wait, 20)
         else:
             with pytest.raises(StoreError):

@@ -53,6 +53,10 @@ COPY_S_MAX = 30.0
 """How long a writer that has to copy everything waits for the copier to end: two cannot copy at once."""
 COPY_FACTOR = 4
 """The writer finishes the copying itself when the log is so many times longer than it should be."""
+REST_FACTOR = 32
+"""The writer also finishes it when no more than such a part of the usual length is left: what was written while the
+copier worked. Otherwise the copier would copy and sync after nearly every commit, beside the writer's own syncs, and
+seldom find the log at rest."""
 
 _T = TypeVar("_T")
 Apply = tuple[Reply, Sequence[Operation]]
@@ -526,16 +530,22 @@ class Log:
         self._copier = copier
         self._pages_max = pages_max
         self._pages = 0
+        self._starts = 0
+        """How often the log has started again."""
+        self._copied = (0, 0)
+        """How many pages of the log the copier has found copied, and since which start of it."""
         self.doubtful = False
         """A sync has failed in either thread: what was not on the disk may be lost without the kernel knowing."""
         self._idle = threading.Event()
         self._idle.set()
-        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="pgleaderlock lock log", daemon=True)
         writer.set_wal_hook(self._committed)
         self._thread.start()
 
     def _committed(self, connection: apsw.Connection, database: str, pages: int) -> int:
+        if pages <= self._pages:
+            self._starts += 1
         self._pages = pages
         self._mark.note(pages)
         return apsw.SQLITE_OK
@@ -548,14 +558,14 @@ class Log:
     def due(self) -> None:
         if self._pages < self._pages_max or not self._idle.is_set():
             return
-        if not self.overdue:
-            self._idle.clear()
-            self._asked.put(True)
-        else:
+        start, copied = self._copied
+        if self.overdue or (start == self._starts and self._pages - copied <= self._pages_max // REST_FACTOR):
             # Nearly all of it has been copied by now. The next transaction starts the log again.
             self._copy(self._writer)
             self._mark.log_started_again()
-            self._pages = 0
+        else:
+            self._idle.clear()
+            self._asked.put(self._starts)
 
     def start_again(self) -> None:
         """All of the log into the file, now, in the writer's thread and outside a transaction; raises if it cannot."""
@@ -570,7 +580,7 @@ class Log:
 
     def close(self) -> None:
         """Ends the thread and its connection; the writer's own is the last, and copies what is left."""
-        self._asked.put(False)
+        self._asked.put(None)
         self._thread.join()
 
     def end(self, *, in_order: bool) -> None:
@@ -578,16 +588,18 @@ class Log:
         self._mark.end(in_order=in_order)
 
     def _work(self) -> None:
-        while self._asked.get():
-            self._copy(self._copier)
+        while (start := self._asked.get()) is not None:
+            self._copied = start, self._copy(self._copier)
             self._idle.set()
         with contextlib.suppress(apsw.Error):
             self._copier.close(True)
 
-    def _copy(self, connection: apsw.Connection) -> None:
+    def _copy(self, connection: apsw.Connection) -> int:
+        """Returns how many pages of the log are in the file now, or 0 if that is not known."""
         try:
-            connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+            return connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)[1]
         except apsw.IOError:
             self.doubtful = True
         except apsw.Error:
             pass  # the log still holds what was committed, and the copy is tried again after the next commit
+        return 0
