@@ -32,7 +32,7 @@ __all__ = ["ANYONE", "Caller", "HostCheck", "Tokens"]
 _TOKEN_CHARS_MIN = 16
 _TOKEN_CHARS_MAX = 512
 _TOKENS_MAX = 10_000
-# What a header can carry in one piece (RFC 6750), and a person can copy.
+# The characters of a bearer token (RFC 6750): a header can carry them unquoted, and a person can copy them.
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+")
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _KEYS = ("name", "token", "prefix", "admin")

@@ -1,12 +1,12 @@
-"""HTTP/1.1 on one connection: bytes become requests, and what the application answers becomes bytes.
+"""HTTP/1.1 on one connection: turns bytes into requests, and the application's answers into bytes.
 
-httptools reads the syntax, strictly. This module adds what a server needs around it: requests are answered one after
-the other in the order in which they came, everything has a bound, and a client gets to read its last answer.
+httptools parses the syntax, strictly. This module adds what a server needs around it: requests are answered one after
+the other in the order in which they arrived, everything has a bound, and a client gets to read its last answer.
 
-A request that has come as a whole may be taken on at once, without a task (`AtOnce`). Every other one is an ASGI call
-in a task of its own. All of it happens on the event loop's own thread (docs/adr/0007).
+A request that has arrived completely may be handled at once, without a task (`AtOnce`). Every other request is an ASGI
+call in its own task. Everything runs on the event loop's thread (docs/adr/0007).
 
-Must never keep more of a request than its bounds allow, never answer out of turn, and never take a line for known that
+Must never keep more of a request than its bounds allow, never answer out of order, and never treat a line as known that
 the parser has not read.
 """
 
@@ -43,29 +43,31 @@ HEADER_LINES_MAX = 100
 BODY_BUFFER_BYTES_MAX = 256 * 1024
 """How much of a body is kept for an application that has not read it yet: the rest waits in the kernel."""
 BODY_PIECE_BYTES = 64 * 1024
-"""How much of a body an application is woken for, unless that is all of it: a byte at a time would cost a turn each."""
+"""How much of a body must have arrived before the application is woken, unless the body has ended: waking it for each
+byte would cost a turn of the loop per byte."""
 CHUNKS_MAX = 256
 CHUNK_BYTES_MIN = 64
-"""A body may come in so many chunks of any size, and in one more per so many bytes: each chunk costs as much as a
-kilobyte."""
+"""A body may have `CHUNKS_MAX` chunks of any size, and one more per `CHUNK_BYTES_MIN` bytes: each chunk costs as much
+time as a kilobyte."""
 AT_ONCE_MAX = 4
-"""How many requests of one connection are taken on at once in one turn of the loop. The next one waits for the next
-turn, so that other connections get theirs."""
+"""How many requests of one connection are handled without a task (`AtOnce`) in one turn of the loop. The next request
+waits for the next turn, so that other connections get theirs."""
 PIPELINE_MAX = 64
 PIECE_BYTES = 2 * 1024
-"""How much is parsed at once: the parser itself cannot be stopped when enough has come. Of requests that came in one
-go, no more than this is parsed in one turn."""
+"""How many bytes the parser gets at a time, because it cannot be stopped in between. Of pipelined requests that arrive
+together, no more than this is parsed in one turn of the loop."""
 TURN_BYTES_MAX = 64 * 1024
 REST_S = 0.001
-"""When a connection has sent so much at once, it is read no further for so long: others have their turns before."""
+"""A connection that sends more than `TURN_BYTES_MAX` at once is not read for `REST_S`, so that others get their
+turns."""
 LINGER_S = 1.0
-"""How long a client that still sends is listened to after its last answer, so that it gets to read that."""
+"""How long after its last answer the server reads on if the client still sends, so that the client gets the answer."""
 GRACE_S = 0.1
 """How long a client has to send its next request before it counts as idle."""
 UNKNOWN_IDLENESS = 10.0
-"""A client that has not sent a request yet counts as idle for so many times as long as one that has."""
+"""The idle time of a client that has not sent a request yet counts this many times."""
 STALL_S = 30.0
-"""How long a client may take to read what has been written."""
+"""How long a client may take to read the answers in the write buffer."""
 NEVER = float("inf")
 KNOWN_MAX = 64
 LINES_BYTES_MAX = 1024
@@ -76,19 +78,19 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LAST_CHUNK = b"0\r\n\r\n"
 _FRAMING = (b"content-length", b"transfer-encoding")
 _ONCE = (b"host", b"authorization", b"content-type", b"idempotency-key", b"x-lock-store")
-"""A proxy might go by the first of two such lines, and this server by the last."""
+"""Headers that a request may have only once: of two lines, a proxy might use the first, and this server the last."""
 _STATUS_LINES = {int(status): f"HTTP/1.1 {int(status)} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _FIRST_LINE = re.compile(rb"POST (/[0-9A-Za-z._~%/-]{0,1000}) HTTP/1\.1(?=\r\n)")
 _KEY_NAME = b"idempotency-key"
 # A line that begins with a blank would belong to the value.
 _KEY_LINE = re.compile(rb"\r\n[Ii]dempotency-[Kk]ey: ([!-~]{1,200})(?=\r\n[^ \t])")
 
-# What a connection has come to. It only ever goes forward, and a later state includes the earlier ones.
+# The states of a connection. They only advance, and what is true in a state stays true in the later ones.
 _READING = 0
 _DEAF = 1
-"""What comes is thrown away. Requests that have come before are answered."""
+"""Further bytes are discarded. Requests that arrived before are still answered."""
 _ENDING = 2
-"""The last answer has been written. The client is to close, or the transport closes."""
+"""The last answer has been written. The server waits for the client to close, or closes the transport."""
 _LOST = 3
 """The transport is closed: nothing can be written."""
 
@@ -108,7 +110,7 @@ class Connections:
         at_once: "AtOnce | None" = None,
         headers: Sequence[Header] = (),
     ) -> None:
-        """`headers` are on every answer, whatever answers."""
+        """`headers` are added to every answer."""
         self.app = app
         self._lines = header_lines(headers)
         self.at_once = at_once
@@ -118,7 +120,7 @@ class Connections:
         self.loop = asyncio.get_running_loop()
         self.open: set[Connection] = set()
         self.arriving: dict[tuple[Any, ...], tuple[asyncio.Task[None], float]] = {}
-        """Clients that have been accepted and whose connection has not begun, with TLS: its task, and since when."""
+        """Accepted clients whose connection has not begun, as during a TLS handshake: the task, and since when."""
         self.heads = KnownHeads(header_bytes_max)
         self.stopping = False
         self.fewer = asyncio.Event()
@@ -133,14 +135,15 @@ class Connections:
             connection.abort()
 
     def count(self, address: str | None = None) -> int:
-        """All clients, or those of one address."""
+        """The number of clients: of all, or of those with this address."""
         if address is None:
             return len(self.open) + len(self.arriving)
         clients = [*self.arriving, *(connection.client for connection in self.open)]
         return sum(client is not None and client[0] == address for client in clients)
 
     def close_idlest(self, number: int, address: str | None = None) -> int:
-        """Ends so many connections, of one address if it is given. Fewer, if not so many are idle; says how many."""
+        """Ends the `number` connections that were idle for longest, of one address if it is given; fewer if fewer are
+        idle. Returns how many."""
         now = self.loop.time()
         found: list[tuple[float, tuple[Any, ...] | None, Callable[[], object]]] = [
             (_idleness(now, connection.idle_since, connection.weight), connection.client, connection.abort)
@@ -160,7 +163,7 @@ class Connections:
         return len(chosen)
 
     def stop(self) -> None:
-        """Closes idle connections now, and each other one when the request that has begun is answered."""
+        """Closes idle connections now, and every other connection when its current request is answered."""
         self.stopping = True
         for connection in list(self.open):
             connection.close_if_idle()
@@ -170,7 +173,7 @@ class Connections:
             connection.abort()
 
     def first_lines(self) -> bytes:
-        """The date, and what else every answer has."""
+        """The header lines of every answer: the date, and the server's own headers."""
         now_s = int(time.time())
         if now_s != self._date_s:
             date = b"date: %s\r\n" % formatdate(now_s, usegmt=True).encode()
@@ -179,7 +182,7 @@ class Connections:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: takes requests apart, and begins each when the one before it has been answered."""
+    """One connection: parses requests, and begins each when the one before it has been answered."""
 
     def __init__(self, shared: Connections) -> None:
         self.shared = shared
@@ -187,11 +190,11 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._unparsed: bytes | memoryview = b""
         self._resting: asyncio.Handle | None = None
-        """Goes on when others have had their turns."""
+        """The callback that reads on, after other connections have had their turns."""
         self._alone: bytes | None = None
-        """What is being parsed and came when nothing else was under way: perhaps one request, and all of it."""
+        """The bytes being parsed, if they arrived when nothing else was under way: they may be one whole request."""
         self._unread_bytes = 0
-        """What the parser was given since it last gave something: a line without an end, of whatever kind."""
+        """How many bytes the parser has got since it last returned something. It bounds endless lines of any kind."""
         self._head: list[Header] | None = None
         """The header lines of a head that has begun and is not complete."""
         self._url = b""
@@ -204,7 +207,7 @@ class Connection(asyncio.Protocol):
         self._answering: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
         self._refusal: Refusal | None = None
-        """What came last is no request: said when those before it have been answered."""
+        """The refusal of the last bytes, which are no request. It is sent when the requests before are answered."""
         self.idle_since = shared.loop.time()
         self.weight = UNKNOWN_IDLENESS
         self._head_deadline = self.idle_since + shared.header_timeout_s
@@ -217,8 +220,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def has_request(self) -> bool:
-        """Whether one is being carried out. One that has not come as a whole does not count, nor does one whose answer
-        is not being read."""
+        """Whether a request is being carried out. An incomplete request does not count, nor does a request whose answer
+        the client does not read."""
         exchange = self._waiting[0] if self._answering is None and self._waiting else self._answering
         return exchange is not None and exchange.complete and self._writable is None and self._state < _ENDING
 
@@ -245,7 +248,7 @@ class Connection(asyncio.Protocol):
         self.shared.fewer.set()
 
     def data_received(self, data: bytes) -> None:
-        if self._rests():  # asked not to read on, TLS gives what it has read before
+        if self._rests():  # after `pause_reading`, TLS still delivers what it has read before
             if self._state == _READING:
                 self._unparsed = b"".join((self._unparsed, data))
             return
@@ -277,7 +280,7 @@ class Connection(asyncio.Protocol):
                 self._rest()
                 return
             else:
-                whole, size = memoryview(piece), self._piece_bytes()  # which is not copied when it is cut
+                whole, size = memoryview(piece), self._piece_bytes()  # slicing it copies nothing
                 piece, self._unparsed = whole[:size], whole[size:]
             left -= len(piece)
             self._unread_bytes += len(piece)
@@ -298,27 +301,28 @@ class Connection(asyncio.Protocol):
         elif self._is_enough():
             self.transport.pause_reading()
             if self._answering is not None and self._answering.complete:
-                # From now on nobody would notice that the client leaves: a request that waits must not wait on.
+                # While reading is paused, the server cannot notice that the client leaves: end the request's wait now.
                 self._answering.client_has_gone()
 
     def _piece_bytes(self) -> int:
-        """Of a body that somebody is waiting for, and that declares its length, more is parsed at once."""
+        """How many bytes to parse at once: more if they belong to a body with a declared length that the application
+        is reading."""
         arriving = self._arriving
         if arriving is None or arriving is not self._answering:
             return PIECE_BYTES
         return max(PIECE_BYTES, min(TURN_BYTES_MAX, arriving.missing_bytes))
 
     def _decline_upgrade(self, rest: bytes | memoryview) -> None:
-        """The parser skips the body of a request that asks for another protocol. A new parser, which is given nothing
-        of that request but its framing, reads the body. What comes behind the body is thrown away."""
+        """The parser skips the body of a request that asks for another protocol. A new parser, which gets only the
+        framing headers of that request, reads the body. Bytes after the body are discarded."""
         assert self._arriving is not None
         framing = [b"%s: %s\r\n" % header for header in self._arriving.headers if header[0] in _FRAMING]
         self._parser = httptools.HttpRequestParser(_BodyReader(self))
         self._unparsed = b"".join((b"POST / HTTP/1.1\r\n", *framing, b"\r\n", rest, self._unparsed))
 
     def eof_received(self) -> bool:
-        # Close and half-close cannot be told apart here: an application that waits for the client is told that it has
-        # gone, and the answer is written all the same. TLS has no half-close.
+        # Close and half-close cannot be told apart here: the waits of the client's requests end, as if it had gone, but
+        # the answers are still written. TLS has no half-close.
         self._client_has_gone()
         self._hear_no_more()
         return self._state < _ENDING and self.shared.scheme == "http"
@@ -351,7 +355,7 @@ class Connection(asyncio.Protocol):
         if self._head_left < 0:
             raise self._long_header()
         if self._head is None:
-            return  # a trailer: nobody here reads it
+            return  # a trailer, which is ignored
         if len(self._head) == HEADER_LINES_MAX:
             raise Refusal(431, f"there are more than {HEADER_LINES_MAX} header lines")
         self._head.append((name.lower(), value.rstrip(b" \t")))
@@ -369,7 +373,7 @@ class Connection(asyncio.Protocol):
         if exchange.named.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
             raise _other_coding()
         self._chunks_left = CHUNKS_MAX
-        exchange.missing_bytes = int(exchange.named.get(b"content-length", b"0"))  # the parser has read it, too
+        exchange.missing_bytes = int(exchange.named.get(b"content-length", b"0"))  # the parser has checked it
         if version == "1.1":
             exchange.keep_alive = self._parser.should_keep_alive() and not self._parser.should_upgrade()
             exchange.expects = exchange.named.get(b"expect", b"").lower() == b"100-continue"
@@ -388,11 +392,11 @@ class Connection(asyncio.Protocol):
             self._arriving.take(body)
 
     def on_message_complete(self) -> None:
-        if not self._parser.should_upgrade():  # else its body is still to be read
+        if not self._parser.should_upgrade():  # otherwise, `_decline_upgrade` has its body read
             self._complete()
 
     def on_declined_complete(self) -> None:
-        """The whole request has come, and asked for another protocol: what follows is perhaps not HTTP."""
+        """A request that asked for another protocol is complete: the bytes after it may not be HTTP."""
         self._complete()
         self._state = _DEAF
 
@@ -408,7 +412,8 @@ class Connection(asyncio.Protocol):
     # --- One request after the other
 
     def _begin_next(self) -> None:
-        """Begins the next request or, if there is none, does what the connection has come to."""
+        """Begins the next request. If there is none, sends the refusal, ends the connection, or waits idle, depending
+        on the state."""
         while self._waiting:
             if not self._at_once_left:
                 self._rest()
@@ -436,7 +441,8 @@ class Connection(asyncio.Protocol):
             self.close_if_idle()
 
     def _begin_at_once(self, exchange: "Exchange") -> bool:
-        """A client that does not read its answers gets a task, which waits for it."""
+        """Handles a complete request without a task; False if it needs one. The requests of a client that does not read
+        its answers always get a task, which waits for the client."""
         at_once = self.shared.at_once
         if at_once is None or not exchange.complete or self._writable is not None:
             return False
@@ -452,14 +458,15 @@ class Connection(asyncio.Protocol):
             self._go_on(exchange)
 
     def answered(self, exchange: "Exchange") -> None:
-        """By `at_once`. While that call runs the request is not `_answering` yet, and `_begin_next` goes on itself."""
+        """Called when a request without a task is answered. If that happens within the call of `at_once`, the request
+        is not `_answering` yet, and `_begin_next` goes on by itself."""
         if exchange is self._answering:
             self._go_on(exchange)
 
     def _go_on(self, exchange: "Exchange") -> None:
         self._answering = None
         self._at_once_left = AT_ONCE_MAX
-        if not exchange.answered:  # else the client would wait for an answer that never comes
+        if not exchange.answered:  # otherwise the client would wait for an answer that never comes
             self.abort()
         elif not self._was_the_last(exchange):
             self._begin_next()
@@ -468,7 +475,7 @@ class Connection(asyncio.Protocol):
     def _was_the_last(self, exchange: "Exchange") -> bool:
         if exchange.complete and exchange.keep_alive:
             return False
-        # The rest of a body that was not read is no request.
+        # The rest of an unread body must not be parsed as a request.
         self._end(linger=not exchange.complete or bool(self._waiting or self._unparsed))
         return True
 
@@ -482,7 +489,7 @@ class Connection(asyncio.Protocol):
         return self._resting is not None
 
     def _rest(self, for_s: float = 0.0) -> None:
-        """Until the next turn of the loop, or for longer."""
+        """Stops reading until the next turn of the loop, or for `for_s`."""
         if self._resting is None and not self.transport.is_closing():
             self.transport.pause_reading()
             loop = self.shared.loop
@@ -496,9 +503,9 @@ class Connection(asyncio.Protocol):
         self.read_on()
 
     def _is_enough(self) -> bool:
-        """As much has come as is kept: the rest waits in the kernel."""
+        """Whether no more may be kept: the rest waits in the kernel."""
         if self._answering is None or self._state >= _DEAF:
-            return False  # nothing is kept; or it is read to its end, and thrown away
+            return False  # nothing is kept, or everything is read and discarded
         buffered = len(self._answering.body)
         if self._waiting:
             buffered += sum(len(exchange.body) for exchange in self._waiting)
@@ -519,14 +526,15 @@ class Connection(asyncio.Protocol):
             return
         self._state = _DEAF
         self._refusal = refusal
-        if self._arriving is not None:  # its body ends in the middle
+        if self._arriving is not None:  # the rest of its body will not be read
             self._arriving.client_has_gone()
         if self._answering is None:
             self._begin_next()
 
     def _end(self, *, linger: bool) -> None:
-        """After the last answer. While the client still sends, closing would send a RST, and the client could lose the
-        answer: then only our side is closed, and the client's has `LINGER_S` to end."""
+        """Ends the connection after the last answer. With `linger`, the client may still be sending: closing now would
+        send a RST, and the client could lose the answer. So only our side is closed, and the client has `LINGER_S` to
+        close its own."""
         self._waiting.clear()
         if self._state == _LOST:
             return
@@ -543,7 +551,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def close_if_idle(self) -> None:
-        """At a stop: a client that has sent nothing, or has had its answer."""
+        """At a stop: ends the connection if it has no request, because the client has sent none or has all answers."""
         has_none = self._answering is None and self._head is None and not self._waiting
         if self.shared.stopping and has_none and self._state < _ENDING:
             self._end(linger=False)
@@ -580,11 +588,11 @@ class Connection(asyncio.Protocol):
         if self._writable is not None:
             await self._writable
         elif self._state == _LOST:
-            await asyncio.sleep(0)  # an application that writes on and on must not keep the loop to itself
+            await asyncio.sleep(0)  # an application that writes without end must not block the loop
 
 
 class _BodyReader:
-    """For a parser that reads the body of one request for a connection, and nothing behind it."""
+    """The callbacks of a parser that reads only the body of one request, for a connection."""
 
     def __init__(self, connection: Connection) -> None:
         self.on_chunk_header = connection.on_chunk_header
@@ -593,8 +601,8 @@ class _BodyReader:
 
 
 class Exchange:
-    """One request and its answer: `scope`, `receive` and `send` for an ASGI application, and `answer` for whoever has
-    taken on a whole request at once. Made by a connection when the head of the request has come."""
+    """One request and its answer: `scope`, `receive` and `send` for an ASGI application, and `answer` for the `AtOnce`
+    function that handles a complete request. A connection creates it when the head of the request has arrived."""
 
     __slots__ = (
         "_body_given", "_connection", "_start", "_streaming", "_when_gone", "_woken", "answered", "body", "complete",
@@ -611,22 +619,22 @@ class Exchange:
         *,
         body: bytes | None = None,
     ) -> None:
-        """With `body`, all of it has come, and the connection goes on."""
+        """With `body`, the request is complete, and the connection is kept alive."""
         self.method = method
         self.path, _, self.query = target.partition(b"?")
         self.version = version
         self.headers = headers
         self.named = dict(headers)
-        """By their names; of several with one name, the last."""
+        """The headers by name; of several with the same name, the last."""
         self.keep_alive = body is not None
         self.expects = False
         self.body = bytearray(body or b"")
         self.complete = body is not None
-        """All of the request has come."""
+        """The whole request has arrived."""
         self.missing_bytes = 0
-        """What is still to come of a body that has declared its length."""
+        """How many bytes of a body with a declared length have not arrived yet."""
         self.gone = False
-        """Nothing more comes, and perhaps nobody listens."""
+        """The client sends nothing more, and may no longer read."""
         self.answered = False
         self._connection = connection
         self._body_given = False
@@ -658,17 +666,17 @@ class Exchange:
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
-    # --- For whoever has taken it on at once
+    # --- For an `AtOnce` function
 
     def when_gone(self, call: Callable[[], None]) -> None:
-        """Has `call` called when the client has gone; now, if it has."""
+        """Registers `call`, to be called when the client has gone; calls it now if the client has gone already."""
         if self.gone:
             call()
         else:
             self._when_gone = call
 
     def answer(self, answer: Answer, request_id: bytes | None) -> None:
-        """All of the answer, once."""
+        """Sends the whole answer. Must be called only once."""
         self._answer_whole(start_of(answer, request_id), answer.body)
         self._connection.answered(self)
 
@@ -679,7 +687,7 @@ class Exchange:
         self.wake()
 
     def _decide_to_keep(self, start: Message) -> None:
-        """Whether the connection is good for another request."""
+        """Decides whether the connection is kept alive for another request."""
         if not self.complete or self._connection.shared.stopping or (b"connection", b"close") in start["headers"]:
             self.keep_alive = False
 
@@ -713,7 +721,7 @@ class Exchange:
             more = not self.complete
             self._body_given = self.complete
             if more:
-                self._connection.read_on()  # which may bring the rest, for the next call
+                self._connection.read_on()  # this may complete the body, for the next call
             return {"type": "http.request", "body": body, "more_body": more}
         while not (self.gone or self.answered):
             await self._change()
@@ -753,42 +761,43 @@ class Exchange:
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 AtOnce = Callable[[Exchange], bool]
-"""Takes on a request that has come as a whole, and answers it by `Exchange.answer`, before it returns or later, without
-a task of its own. False leaves the request to the application."""
+"""Handles a complete request without a task, and answers it with `Exchange.answer`, before it returns or later. Returns
+False to leave the request to the application."""
 
 
 class KnownHeads:
-    """The heads of requests that have come before, of all connections. A client sends the same head again and again,
-    and parsing it costs more than any other step of an acquire but the disk's (docs/adr/0007).
+    """The heads of earlier requests, of all connections. A client sends the same head repeatedly, and parsing it costs
+    more than any other step of an acquire except the sync to disk (docs/adr/0007).
 
-    Only what differs from request to request is read here: a plain path, and the idempotency key. All other lines must
-    equal, byte for byte, those of a request that the parser has read; then they mean what they meant to it, and are
-    followed by as many bytes as they were then.
+    Only the parts that differ between requests are read here: a plain path, and the idempotency key. All other lines
+    must equal, byte for byte, those of a request that the parser has read. Then they have the same meaning, and a body
+    of the same length follows.
     """
 
     def __init__(self, header_bytes_max: int) -> None:
         self._header_bytes_max = header_bytes_max
         self._known: dict[bytes, tuple[tuple[Header, ...], int]] = {}
-        """Lines: what they mean, and how many bytes of a body follow."""
+        """By the header lines as bytes: the parsed headers, and the length of the body."""
 
     def learn(self, data: bytes, exchange: Exchange) -> None:
-        """`data` came when nothing was under way, and what the parser has made of it is this request, as a whole."""
+        """Remembers a head. `data` arrived when nothing else was under way, and the parser has read this complete
+        request from it."""
         first = _FIRST_LINE.match(data)
         if first is None or not exchange.keep_alive:
             return
         lines, body_at, key = _lines_of(data, first.end())
-        # Else there is more than this one request, or its body is framed in another way than by its length.
+        # Otherwise `data` has more than this request, or the body is not framed by its length.
         if len(data) != body_at + len(exchange.body) or len(lines) > LINES_BYTES_MAX:
             return
         headers = tuple(header for header in exchange.headers if header[0] != _KEY_NAME)
         if len(exchange.headers) - len(headers) != (key is not None) or len(headers) > LINES_MAX:
-            return  # the key is written in another way, or more than once; or there are many lines
+            return  # the key is written differently, or more than once; or there are too many lines
         if len(self._known) >= KNOWN_MAX:
             self._known.clear()
         self._known[lines] = headers, len(exchange.body)
 
     def recall(self, data: bytes, connection: Connection) -> Exchange | None:
-        """The request that is the whole of `data`, if its lines are known."""
+        """The request in `data`, if `data` is exactly one request with known lines; otherwise None."""
         first = _FIRST_LINE.match(data)
         if first is None:
             return None
@@ -801,7 +810,7 @@ class KnownHeads:
 
 
 def _lines_of(data: bytes, begin: int) -> tuple[bytes, int, bytes | None]:
-    """The lines from there on without the key, where the body begins, and the key."""
+    """The header lines from `begin` on without that of the key, the position of the body, and the key."""
     body_at = data.find(b"\r\n\r\n", begin) + 4
     lines = data[begin:body_at]
     line = _KEY_LINE.search(lines)
@@ -815,7 +824,7 @@ def _idleness(now: float, since: float, weight: float) -> float:
 
 
 def _check_once(headers: list[Header]) -> None:
-    """Of header lines of which some have the same name."""
+    """Refuses a repeated header that may be sent only once. Called if some headers have the same name."""
     names = [name for name, _ in headers]
     for name in _ONCE:
         if names.count(name) > 1:
@@ -829,7 +838,7 @@ def _other_coding() -> Refusal:
 
 
 def _origin_form(target: bytes) -> bytes:
-    """Path and query of a target that may name the server too, as one sent to a proxy does."""
+    """Path and query of a target, which may be in absolute form, as for a proxy: scheme and server come first then."""
     if target[:1] == b"/":
         return target
     scheme, separator, rest = target.partition(b"://")

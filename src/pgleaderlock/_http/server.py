@@ -129,8 +129,8 @@ class HttpServer:
         """New clients beyond the limit of connections that have sent nothing yet: their peers, and since when."""
         self._silent_max = max(_SILENT_MIN, self._limits.connections_max // _SILENT_SHARE)
         self._spoken: set[asyncio.Task[None]] = set()
-        """The tasks of those that have sent something since and wait for a place. At most `_silent_max`: beyond that,
-        new clients wait in the kernel."""
+        """The tasks of silent clients that have now sent something and wait for a place. At most `_silent_max`: beyond
+        that, new clients wait in the kernel."""
         self._log = get_logger("pgleaderlock.server")
         self._warn_seldom = Seldom(self._log.warning)
 
@@ -259,8 +259,8 @@ class HttpServer:
             )
         except BaseException as error:
             accepted.close()
-            # uvloop does not report the end of a connection that was cancelled while it began. Without this it would
-            # keep its place without end, as the idlest of all, and be chosen each time that room is needed.
+            # uvloop does not report the end of a connection that was cancelled while it began. Without this call, the
+            # connection would keep its place permanently, and be chosen as the idlest each time that room is needed.
             connection.connection_lost(None)
             if not isinstance(error, OSError):  # no TLS, or the client has left (ssl.SSLError is an OSError)
                 raise

@@ -66,7 +66,7 @@ COMMANDS = {
 
 
 _GIVE_ONE = "--token-file FILE, or the variable PGLEADERLOCK_TOKEN"
-# What a lock server says with a 403, by its own words, and what to do about it; the first that matches counts.
+# What to do about a lock server's 403, by a part of its error text. The first match counts.
 _FORBIDDEN = (
     ("?prefix=", f"here: give --prefix with that beginning, or another token: {_GIVE_ONE}"),
     ("limited to locks", f"here: give a name that begins so, or another token: {_GIVE_ONE}"),
@@ -113,7 +113,7 @@ class _Invocation:
 
     debug: bool = False
     meta: Mapping[str, object] = field(default_factory=dict)
-    """What the options of the command have remembered."""
+    """click's `meta`, with the values of the command's options that an error may need: see `from_variables`."""
 
 
 def _show_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

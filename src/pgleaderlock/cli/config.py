@@ -1,4 +1,4 @@
-"""`pgleaderlock config check|show|schema`: is the file right, which settings hold, and what may be written.
+"""`pgleaderlock config check|show|schema`: checks the file, shows the settings in force, prints the file's JSON schema.
 
 It must never connect to a database, and never print a password.
 """

@@ -172,7 +172,8 @@ def remembered(ctx: click.Context, *names: str) -> tuple[Any, ...]:
 
 
 class VariableOption(click.Option):
-    """An option that a variable may set, and whose errors name the variable then. `called`: what they call it, too."""
+    """An option that a variable may set; an error about its value then names the variable, too (`from_variables`).
+    `called`: another name of the option in errors."""
 
     def __init__(self, *args: Any, called: str = "", **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -186,7 +187,7 @@ class VariableOption(click.Option):
 
 
 def from_variables(meta: Mapping[str, Any], error: str) -> str:
-    """Of the options that an error names, those which are not on the command line: what to add to it."""
+    """The text to add to an error: for each option in it that was set by a variable, the name of the variable."""
     notes = []
     for option, (variable, called) in meta.get(_FROM_VARIABLES, {}).items():
         named = re.search(rf"(?<![\w-]){option}(?![\w-])", error) or (called and called in error)
@@ -388,5 +389,5 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def printable(text: str) -> str:
-    """The text with escapes for every character that would end the line, or make it look like another text."""
+    """The text with each unprintable character escaped, because it could end the line or disguise the text."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -168,7 +168,7 @@ def complete_node(ctx: click.Context, _param: click.Parameter, incomplete: str) 
 def _complete(
     ctx: click.Context, incomplete: str, names: Callable[[LedgerLook, str], Awaitable[list[str]]]
 ) -> list[str]:
-    """The completions. If the ledger cannot be read, there are none, and no error message, because somebody is
+    """The completions. If the ledger cannot be read, there are none, and no error message, because the user is
     typing."""
 
     async def read() -> list[str]:

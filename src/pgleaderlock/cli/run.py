@@ -193,7 +193,7 @@ class _LockRun:
         self._stopper = stopper
         self._log = log
         self._over = asyncio.Event()
-        """Return when the lock has stopped, or can never be won."""
+        """Set when the lock has stopped, or can never be won."""
         self._hopeless: Exception | None = None
         self._tried = False
         self._led = False
@@ -282,7 +282,7 @@ class _ElectionRun:
         return EXIT_OK
 
     async def _watch(self) -> None:
-        """Ends with the election."""
+        """Log each opening and shutting of a gate. Returns when the election ends."""
         async for change in self._election.changes():
             log = self._log_of[change.role]
             if change.is_leader:

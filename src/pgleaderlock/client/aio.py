@@ -305,7 +305,7 @@ class AsyncLockClient(BaseClient):
 
 
 class _Held:
-    """The block of `client.lock`: like `asyncio.timeout`, it cancels its body, but when the lease is lost."""
+    """The block of `client.lock`. Like `asyncio.timeout`, it cancels its body, but at the loss of the lease."""
 
     def __init__(
         self, client: AsyncLockClient, acquire: Callable[[], Awaitable[AsyncLease]], interval_s: float | None
@@ -335,8 +335,8 @@ class _Held:
         return lease
 
     def _interrupt(self) -> None:
-        # Not in this call: the body itself may have found the loss, by its own renewal, which raises it there. And a
-        # task that cancels itself could not undo that.
+        # Do not cancel within this call: the body itself may have found the loss by its own renewal, which raises it
+        # there. And a task that cancels itself could not undo that.
         if self._lease is not None and self._lease.state is LeaseState.LOST:
             self._telling = asyncio.get_running_loop().call_soon(self._cancel_body)
 

@@ -1,4 +1,4 @@
-"""Celery: one beat of many sends, and one run of a task at a time. Needs the extra `celery`.
+"""Celery: of many beats, one sends; of many workers, one at a time runs a task. Needs the extra `celery`.
 
     celery -A billing beat --scheduler pgleaderlock.contrib.celery.LeaderScheduler
 

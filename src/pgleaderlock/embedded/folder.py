@@ -1,4 +1,4 @@
-"""The folder of one embedded server: what lies in it, who may reach it, and how it comes into being.
+"""The folder of one embedded server: its contents, its permissions, and its creation.
 
     FOLDER/                 0700, or 0710 with the group of the account when root runs it
       data/                 PostgreSQL's data directory; the account's, 0700
@@ -33,11 +33,11 @@ from pgleaderlock.errors import ConfigurationError
 
 __all__ = ["SOCKET_PORT", "SUPERUSER", "Folder", "check_settings", "default_folder"]
 
-# Where the embedded server lives when no folder is named in the program.
+# The environment variable that names the server's folder if the program names none.
 FOLDER_VARIABLE = "PGLEADERLOCK_EMBEDDED_DIR"
 SUPERUSER = "postgres"
 LOOPBACK = "127.0.0.1"
-# The number in the socket's name when there is no TCP; the folder is private, so no other server can be in the way.
+# The number in the socket's name when there is no TCP. The folder is private, so no other server uses the same name.
 SOCKET_PORT = 5432
 # The kernel's limit is 107 bytes on Linux and 103 on macOS, for the whole path of the socket.
 SOCKET_PATH_BYTES_MAX = 100

@@ -10,9 +10,8 @@ The rules, which one conformance suite checks on every store:
 - L1: an expired lease does not block a grant, whether or not the sweep has seen it.
 - L2: a refusal says when to try again.
 - An acquire that repeats an idempotency key with the same owner and `ttl_ms` gets the same grant again, unchanged,
-while
-  that lease is valid: a client whose reply was lost gets its lease, and no second one. The same key with another lock,
-  owner or `ttl_ms` is refused.
+  while that lease is valid: a client whose reply was lost gets its lease, and no second one. The same key with another
+  lock, owner or `ttl_ms` is refused.
 - Waiting is first in, first out. No request overtakes a waiter: while one waits for a free lock, others get HELD.
 - A list of operations is one transaction: all of it is durable, or nothing, and each operation has its own outcome.
 

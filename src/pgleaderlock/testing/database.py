@@ -121,7 +121,7 @@ class FakeDatabase:
         return self.leaders.setdefault(role, Leader())
 
     def meet(self, keys: KeyPair, role: RoleName | None = None) -> None:
-        """If there is a rival, it takes a lock or role that is asked for for the first time."""
+        """If there is a rival, it takes each lock or role when a session first asks for it."""
         if self._has_rival and keys not in self._met:
             self.rival_takes(keys, role)
 

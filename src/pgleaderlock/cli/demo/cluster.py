@@ -41,7 +41,7 @@ class DemoFailed(PgLeaderLockError):
 
 
 class TwoLeaders(PgLeaderLockError):
-    """The one thing that must not happen."""
+    """Two nodes led at the same time, which must never happen."""
 
     exit_code = EXIT_NO
 
@@ -316,7 +316,7 @@ class Overlap:
 
 
 class Claims:
-    """Did two nodes ever report at the same time that they lead? Decided from their reports and the times of these.
+    """Decides from the nodes' reports, and the times in them, whether two nodes ever led at the same time.
 
     Each claim carries two readings of the machine's clock, one before the node asked its lock and one after. So a term
     lasts at least from the second reading of its first claim to the first reading of its last one. If these certain

@@ -4,12 +4,12 @@
 gate of an election, for one tick of the clock, or with a lease of a lock server. Each competes, runs the command
 through `OneRun`, and releases leadership.
 
-What it does not promise, first. When the server ends our session (a restart, `pg_terminate_backend`), the lock is free
+What it does not promise. When the server ends our session (a restart, `pg_terminate_backend`), the lock is free
 at once, and a successor may start its command while ours is still ending within its grace. A frozen supervisor cannot
 stop its command, and what the command has already sent will arrive. A command that must never act twice needs a fence
 where it acts: it gets the epoch of its term, or the fencing token of its lease.
 
-What it does: the command is started after leadership was won, and at most once. When leadership ends, the command gets
+What it promises: the command is started after leadership was won, and at most once. When leadership ends, it gets
 SIGTERM in the same iteration of the event loop; with a lease, also one grace before the lease's deadline if no renewal
 succeeds. In an election, a successor's gate opens only after our command has had its grace.
 
@@ -69,7 +69,7 @@ __all__ = [
 # After the command has ended, a server that does not answer must not delay the exit code for longer than this.
 SHUTDOWN_TIMEOUT_S = 5.0
 HOLDER_TIMEOUT_S = 2.0
-# The delay between two tries that do not wait at the server. It is short, because somebody waits for the command.
+# The delay between two tries that do not wait at the server. It is short, because the user waits for the command.
 RETRY_BASE_S, RETRY_MAX_S = 0.2, 2.0
 # These signals end the wait for leadership; the others are only for the command.
 ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
@@ -232,7 +232,7 @@ class OneRun:
         """Pass signals on to the command from now on."""
         loop = asyncio.get_running_loop()
         for signum in FORWARDED_SIGNALS:
-            # A signal that our parent has told us to ignore (nohup, a background job) stays ignored.
+            # A signal that this process has inherited as ignored (nohup, a background job) stays ignored.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 loop.add_signal_handler(signum, self.on_signal, signum)
 
@@ -339,7 +339,7 @@ class WithLock(_WithDatabase):
 
     def next_delay_s(self, ctx: RetryContext) -> float | None:
         if self._run.began:
-            return RETRY_MAX_S  # the competition is over; only the end of the command is waited for
+            return RETRY_MAX_S  # the competition is over: `lead` only waits for the end of the command
         self._last_error = error = ctx.last_error
         if error is None:
             self._completed_one = True

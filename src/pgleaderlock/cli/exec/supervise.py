@@ -1,27 +1,26 @@
-"""Runs one command in a process group of its own, and sees to it that the group never outlives us.
+"""Runs one command in its own process group, and makes sure that the group never outlives us.
 
     pgleaderlock ────────── go pipe ─────▶ starter, becomes CMD    the leader of the group
         │  └───────────── guard pipe ────▶ guardian                a member of the same group
         └── waits in a thread, sends signals to the group
 
-- **Guardian.** A small shell that ignores every signal and reads from a pipe whose other end only we hold. When we
-  are gone, whatever the reason, SIGKILL included, it reads the end of the pipe and kills its own group: `kill -KILL 0`.
-  It needs no number for that. Until we have reaped it, the kernel cannot reuse the number of the group, so our own
-  signals cannot hit another group either.
+- **Guardian.** A small shell that ignores every signal and reads from a pipe whose other end only we hold. When our
+  process ends for any reason, including SIGKILL, the guardian reads the end of the pipe and kills its own group with
+  `kill -KILL 0`, which needs no group number. Until we have reaped the guardian, the kernel cannot reuse the number of
+  the group, so our own signals cannot hit another group either.
 - **Starter.** CMD must not run before the guardian does. So the leader starts as a short Python program that waits for
-  a word from us and only then executes CMD; the end of its pipe ends it. It is no shell, because a shell drops
-  variables such as `A.B` from the environment and adds its own, and because it can report the kernel's answer to exec.
-- **CMD is the leader of its group**, not merely a member: `timeout`, and whatever else calls `setpgid(0, 0)`, would
-  leave any other group, and would escape us.
+  one byte from us and then executes CMD; if its pipe ends before that, it exits. It is not a shell, because a shell
+  drops variables such as `A.B` from the environment and adds its own, and because Python can report the errno of exec.
+- **CMD is the leader of its group**, not merely a member: `timeout`, and every other program that calls
+  `setpgid(0, 0)`, would leave any other group, and would escape us.
 - **Waiting** is `waitpid` in a thread: uvloop cannot start a process in a new group, asyncio cannot report a stopped
-  one, and pidfds exist on Linux only. The same thread serves all of them. PR_SET_PDEATHSIG is not used: it needs code
+  one, and pidfds exist on Linux only. A thread works in all these cases. PR_SET_PDEATHSIG is not used: it needs code
   between fork and exec, and it fires when the *thread* that started the child ends.
-
 - **Terminal.** Only the foreground process group of a terminal may read from it, and only that group gets Ctrl-C. So
   CMD's group is made the foreground group, or an interactive command would be stopped at its first read.
 
-What it does not do: a process that leaves the group (`setsid`, an interactive shell's jobs) is out of reach, so is one
-that runs as another user. If the guardian is killed, the group may outlive us.
+What it does not do: a process that leaves the group (`setsid`, an interactive shell's jobs) is out of reach, and so is
+a process that runs as another user. If the guardian is killed, the group may outlive us.
 
 It must never run CMD through a shell, give it a descriptor beyond 0, 1 and 2, signal a group after its guardian has
 been reaped, or take the terminal away from another group: each change first looks at which group has it.
@@ -78,8 +77,8 @@ POLL_DELAY_S_MIN, POLL_DELAY_S_MAX = 0.005, 0.1
 # Bytes; the starter writes an errno, the guardian one word.
 _SAID_BYTES_MAX = 64
 
-# The guardian ignores all that can be ignored, so that what is sent to the group never disarms it. Not CHLD and CONT:
-# they do no harm, and the first would change how a shell waits.
+# The guardian ignores every signal that can be ignored, so that no signal to the group ends it. SIGCHLD and SIGCONT are
+# left out: they do no harm, and ignoring SIGCHLD would change how a shell waits.
 _GUARDIAN_IGNORES = sorted(
     signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGCONT},
 )
@@ -125,13 +124,13 @@ _log = get_logger("pgleaderlock")
 class Supervised:
     """A running command and its process group. Made by `start`; ended by `stop`, or at once by `close`.
 
-    All methods belong to the event loop's thread. `close` (or `stop`, which calls it) must be called in any case:
-    also after CMD has ended by itself, because what it left in the background would go on without the lock.
+    Call all methods on the event loop's thread. `close` (or `stop`, which calls it) must be called in any case: also
+    after CMD has ended by itself, because processes that it left in the background would go on without the lock.
 
-    A CMD that is **stopped** never blocks us: we go on running, heartbeats included. Ctrl-Z at a terminal we lent is
-    answered with SIGCONT, because a suspended leader does no work and keeps every standby waiting; so is a stop for
-    reading from the terminal in the background, once the terminal could be lent. A SIGSTOP is respected and logged.
-    `stop` wakes a stopped group so that it can obey.
+    A CMD that is **stopped** never blocks us: we go on running, heartbeats included. If Ctrl-Z stops CMD at a terminal
+    that we lent, CMD gets a SIGCONT, because a suspended leader does no work and keeps every standby waiting. It also
+    gets one if it was stopped for using the terminal in the background, once the terminal could be lent. A SIGSTOP is
+    respected and logged. `stop` sends a SIGCONT, so that a stopped group can handle its SIGTERM.
     """
 
     def __init__(self, leader: "subprocess.Popen[bytes]") -> None:
@@ -162,7 +161,7 @@ class Supervised:
             try:
                 self = cls(_start_starter(path, cmd, env, go_r, report_w))
             finally:
-                # From here on the starter alone holds them: their end is its end.
+                # From here on, only the starter holds these two ends: they are closed when it executes CMD or ends.
                 os.close(go_r)
                 os.close(report_w)
             try:
@@ -187,7 +186,7 @@ class Supervised:
         return self._leader.pid
 
     async def wait(self) -> int:
-        """The exit code as a shell gives it: CMD's own, or 128 + n if signal n ended it. Any number may wait."""
+        """The exit code as a shell gives it: CMD's own, or 128 + n if signal n ended it. Many tasks may wait."""
         return await asyncio.shield(self._exited)
 
     def forward(self, signum: int) -> None:
@@ -199,8 +198,8 @@ class Supervised:
     async def stop(self, grace_s: float) -> bool:
         """Asks the whole group to end (SIGTERM), kills it after `grace_s`, and returns when no process of it lives.
 
-        False if one still lives `KILL_TIMEOUT_S` after the SIGKILL: it may still act. When cancelled in between, call
-        `close`.
+        False if a process still lives `KILL_TIMEOUT_S` after the SIGKILL: it may still act. If this call is cancelled,
+        call `close`.
         """
         self._signal_group(signal.SIGTERM)
         self._signal_group(signal.SIGCONT)  # A stopped process would not see the SIGTERM.
@@ -220,7 +219,7 @@ class Supervised:
             return
         killed = self._kill_sent or self._leader.returncode is None or self._leader.returncode > 128
         if self._guardian is None:
-            # No waiting thread either, so Popen still knows whether the pid is its own.
+            # There is no waiting thread either, so Popen still knows whether the pid is that of its child.
             self._leader.kill()
             _reap(self._leader)
         else:
@@ -245,7 +244,7 @@ class Supervised:
             finally:
                 os.close(guard_r)
                 os.close(armed_w)
-            # Only now: the guardian keeps the number of the group ours when CMD has been reaped.
+            # Not earlier: the thread may reap CMD, and from then on only the guardian keeps the group's number in use.
             self._waiter = threading.Thread(target=self._wait_in_thread, name=f"wait-{self.pid}", daemon=True)
             self._waiter.start()
             if not await _read_pipe(armed_r, until_eof=False):
@@ -258,7 +257,7 @@ class Supervised:
             try:
                 _, status = os.waitpid(self.pid, os.WUNTRACED)
             except ChildProcessError:
-                # Other code of this process has waited for it; its code is lost, its end is not.
+                # Other code of this process has reaped CMD: CMD has ended, but its exit code is lost.
                 self._tell_loop(255)
                 return
             if os.WIFSTOPPED(status):
@@ -269,7 +268,7 @@ class Supervised:
             return
 
     def _tell_loop(self, news: int) -> None:
-        """From the thread: an exit code, or the negative number of the signal that stopped CMD."""
+        """Called in the thread, with an exit code or the negative number of the signal that stopped CMD."""
         if news >= 0:
             self._leader.returncode = news
         # A closed loop raises RuntimeError: there is no task left to tell.
@@ -294,7 +293,7 @@ class Supervised:
             return True
         try:
             async with asyncio.timeout(limit_s):
-                # While CMD lives there is no need to look.
+                # While CMD lives, the group cannot be empty: do not search for members.
                 await asyncio.shield(self._exited)
                 delay_s = POLL_DELAY_S_MIN
                 while not await self._nobody_left():
@@ -307,7 +306,7 @@ class Supervised:
     async def _nobody_left(self) -> bool:
         members = await asyncio.to_thread(live_members, self.pid)
         if members is None:
-            # Unknown. Only SIGKILL makes it certain: no process can ignore it, or fork away from it.
+            # The members are unknown. Only SIGKILL makes sure: no process can ignore it, or fork away from it.
             return self._kill_sent
         assert self._guardian is not None
         return members <= {self._guardian.pid}
@@ -346,7 +345,7 @@ def _start_guardian(pgid: int, guard_r: int, armed_w: int) -> "subprocess.Popen[
             stdout=armed_w,
             stderr=subprocess.DEVNULL,
             process_group=pgid,
-            # It holds nothing of ours open: no output, no folder; and it needs no variable.
+            # The guardian keeps none of our outputs or folders open, and needs no environment variable.
             cwd="/",
             env={},
         )
@@ -355,13 +354,13 @@ def _start_guardian(pgid: int, guard_r: int, armed_w: int) -> "subprocess.Popen[
 
 
 def _let_go(go_w: int) -> None:
-    # The starter may have been killed meanwhile; its exit code says so.
+    # The starter may have been killed meanwhile: its exit code shows that.
     with contextlib.suppress(BrokenPipeError):
         os.write(go_w, b"g")
 
 
 async def _read_pipe(fd: int, *, until_eof: bool) -> bytes:
-    """What comes through a pipe: its first bytes, or all of them. Bounded by `START_TIMEOUT_S`."""
+    """Reads the first bytes from a pipe, or all bytes. Raises `CommandError` after `START_TIMEOUT_S`."""
     loop = asyncio.get_running_loop()
     said = bytearray()
     complete: asyncio.Future[None] = loop.create_future()
@@ -430,7 +429,7 @@ def find_executable(name: str, env: Mapping[str, str]) -> str:
     if found is not None:
         return found
     for candidate in _candidates(name, search_path):
-        # The first file of that name is the one that was meant; a shell reports it too.
+        # Report the first file of that name, as a shell does.
         if candidate.is_dir():
             if os.path.dirname(name):  # noqa: PTH120 - pathlib drops the "./" that makes the difference.
                 raise CommandNotExecutable(f"{name}: is a directory, not a program")
@@ -442,7 +441,7 @@ def find_executable(name: str, env: Mapping[str, str]) -> str:
 
 
 def exec_failure(path: str, errno_given: int) -> CommandError:
-    """The error for what the kernel said when `path` was to be executed."""
+    """The error for the errno with which the kernel refused to execute `path`."""
     if errno_given == errno.ENOENT:
         if Path(path).exists():
             return CommandNotExecutable(f"{path}: the interpreter named in its first line does not exist")
@@ -466,10 +465,10 @@ def _candidates(name: str, search_path: str) -> Iterator[Path]:
 
 
 def live_members(pgid: int) -> frozenset[int] | None:
-    """The pids that live in group `pgid`; None where the system offers no way to find out.
+    """The pids of the live processes in group `pgid`; None where the system offers no way to find out.
 
-    `kill(-pgid, 0)` cannot tell: it also succeeds for dead processes that are not yet reaped, and in a container whose
-    first process reaps none they stay. A dead process can do no harm, so only live ones are counted.
+    `kill(-pgid, 0)` cannot tell: it also succeeds for dead processes that are not reaped yet, and in a container whose
+    first process reaps none, they stay. A dead process can do no harm, so only live ones are returned.
 
     May block for some milliseconds on a machine with thousands of processes: call it from a thread.
     """
@@ -529,7 +528,7 @@ class LentTerminal:
                 self.lend()
 
     def lend(self) -> bool:
-        """Makes the command's group the foreground group, if that is ours to give. True if the command has it now."""
+        """Makes the command's group the foreground group if ours is that now. True if the command has the terminal."""
         try:
             if not os.isatty(_STDIN):
                 return False
@@ -550,7 +549,7 @@ class LentTerminal:
         return True
 
     def take_back(self, *, restore_modes: bool) -> None:
-        """Makes our group the foreground group again, if the command's group still is or no longer exists.
+        """Makes our group the foreground group again, if the foreground group is the command's or no longer exists.
 
         `restore_modes` is for a command that was killed and could not leave raw mode by itself.
         """
@@ -559,7 +558,7 @@ class LentTerminal:
         self._lent = False
         with contextlib.suppress(OSError, termios.error), ttou_blocked():
             foreground = os.tcgetpgrp(_STDIN)
-            # Another group may have it by now: the shell's, after we were stopped and put into the background.
+            # Another group may have the terminal by now, such as the shell's after we were put into the background.
             if foreground == self._pgid or not _group_exists(foreground):
                 os.tcsetpgrp(_STDIN, os.getpgrp())
                 if restore_modes and self._modes is not None:

@@ -227,7 +227,7 @@ class Run:
 
     settings: LoadSettings
     make_client: Callable[[str], AsyncLockClient]
-    """For an owner."""
+    """Creates a client with this owner id."""
     figures: Figures = field(default_factory=Figures)
     violations: Violations = field(default_factory=Violations)
     elapsed_s: float = 0.0
@@ -250,7 +250,7 @@ class Run:
         return self.elapsed_s or BOOT_CLOCK.now() - self._began
 
     async def run(self) -> None:
-        """For as long as the settings say, or until `stop`."""
+        """Run the clients for as long as the settings say, or until `stop`."""
         self._began = BOOT_CLOCK.now()
         tasks = [asyncio.create_task(self._client(number)) for number in range(self.settings.clients)]
         try:

@@ -22,7 +22,7 @@ LINE_EVERY_S = 1.0
 
 
 async def show_progress(run: Run) -> None:
-    """Until cancelled."""
+    """Show the progress until cancelled."""
     if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
         await _live(run)
     else:

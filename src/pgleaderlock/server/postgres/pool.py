@@ -79,7 +79,7 @@ def store_error(error: PgLeaderLockError) -> StoreError:
 
 
 def lasts(error: StoreError) -> bool:
-    """True for an error that lasts until somebody does something about it."""
+    """True for an error that lasts until an operator removes its cause."""
     cause = error.__cause__
     return isinstance(cause, SchemaError | UnsafeSessionError) or (
         getattr(getattr(cause, "__cause__", None), "sqlstate", None) == "42501"

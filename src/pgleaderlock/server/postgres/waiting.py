@@ -170,7 +170,8 @@ class Entrance:
         return True
 
     def leave(self, waiter: Waiter) -> None:
-        """Let the waiters ask that came after the one that opened. May be called repeatedly."""
+        """The waiter leaves the entrance. If `open` was True for it, the waiters that came meanwhile now ask. May be
+        called repeatedly."""
         lock_name = waiter.acquire.lock_name
         if self._openers.get(lock_name) is waiter:
             del self._openers[lock_name]

@@ -169,8 +169,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class Identity:
-    """The files that the connection writes to. If the names lead to other files by now, the next server that opens them
-    does not see what is written here, and would grant the same tokens again."""
+    """The files that the connection writes to. If their names lead to other files by now, the next server that opens
+    the names does not see what this one writes, and would grant the same tokens again."""
 
     def __init__(self, path: Path) -> None:
         self._verified_at = float("-inf")
@@ -178,7 +178,7 @@ class Identity:
         self._were = self._are()
 
     def verify(self) -> None:
-        """Called before each transaction that grants: checks both names, at most once within `LOOK_AGAIN_S`."""
+        """Called at the beginning of each transaction: checks both names, at most once within `LOOK_AGAIN_S`."""
         now = time.monotonic()
         if now - self._verified_at < LOOK_AGAIN_S:
             return
@@ -243,8 +243,8 @@ def open_to_look(path: Path, vfs: str | None) -> apsw.Connection:
 
 
 def _tighten(path: Path) -> None:
-    """Restrict the file's mode: who can read it learns the ids of leases, and could release them. SQLite gives new
-    files beside the database the same mode."""
+    """Restrict the file's mode: a user who can read the file learns the ids of leases, and could release them. SQLite
+    gives new files beside the database the same mode."""
     for suffix in ("", "-wal", "-shm", "-owner", "-mark"):
         file = Path(f"{path}{suffix}")
         mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else 0

@@ -1,9 +1,9 @@
 """The rules of the lock store on SQLite: what becomes of each operation, inside a transaction that the writer opens.
 
-Must never begin or end a transaction, read a file or a clock (the moment of the transaction is given), or answer by
-itself (answers are collected, and given when they are durable). Must never leave a statement half read: `get` reads to
-the end, `fetchone` does not. A read that is still open when the transaction ends keeps the log from starting again and,
-once another program has written, this connection from writing ever again.
+Must never begin or end a transaction, read a file or a clock (the moment of the transaction is given), or set a reply
+(answers are collected, and sent after the commit). Must never leave a statement half read: `get` reads to the end,
+`fetchone` does not. A read that is still open when the transaction ends keeps the log from restarting and, once another
+program has written, makes every later write of this connection fail.
 """
 
 import asyncio
@@ -53,15 +53,15 @@ ADOPT_TOKEN = sql("adopt_token")
 RENEWED_NOT, RELEASED, RELEASED_NOT = NotRenewed(), Released(), NotReleased()
 
 Answer = tuple[asyncio.Future[Any], Any]
-"""A reply, and its outcomes or its exception; or the future of a `Call`, and what it gave."""
+"""A reply with its outcomes or its exception; or the future of a `Call` with the call's result or exception."""
 
-# A row as sqlite_find gives it:
+# A row as sqlite_find returns it:
 # owner_id, lease_id, fencing_token, ttl_ms, run, deadline_ns, lease_expiry_ns, version, idempotency_key
 Row = tuple[Any, ...]
 
 
 class Run:
-    """One opening of the file: its number and when it began, on the boot-time clock and for people."""
+    """One opening of the file: its number, and its start on the boot-time clock and on the wall clock."""
 
     __slots__ = ("number", "start_ns", "start_wall_ns")
 
@@ -71,18 +71,18 @@ class Run:
         self.start_wall_ns = start_wall_ns
 
     def deadline_ns(self, row: Row) -> int:
-        """When a held row's lease ends. One of an earlier run counts for its full duration from the start of this."""
+        """When the lease of a held row ends. A lease of an earlier run lasts for its `ttl_ms` from this run's start."""
         deadline_ns: int = row[5] if row[4] == self.number else self.start_ns + row[3] * MS
         return deadline_ns
 
     def expiry_ms(self, row: Row) -> int:
-        """The same for people, as Unix time."""
+        """The same moment as Unix time in milliseconds, for people."""
         expiry_ns: int = row[6] if row[4] == self.number else self.start_wall_ns + row[3] * MS
         return expiry_ns // MS
 
 
 def view(run: Run, lock_name: str, row: Row | None, token: tuple[int, int] | None, now_ns: int) -> LockView:
-    """A lock as its row, or what is left of it, tells at this moment."""
+    """The state of a lock at `now_ns`, from its row; if the row was pruned, from its `token` and version."""
     if row is None:
         last_token, version = token or (0, 0)
         return LockView(lock_name, False, None, None, last_token, None, version)
@@ -96,7 +96,7 @@ def _has_key(row: Row, key: str | None) -> bool:
 
 
 class Locks:
-    """The locks as the one writer sees them."""
+    """The locks, as the one writer reads and changes them."""
 
     def __init__(self, connection: apsw.Connection, run: Run, locks_max: int, mark: Mark) -> None:
         self._connection = connection
@@ -111,7 +111,7 @@ class Locks:
         self.room = WaitingRoom()
         self.answers: list[Answer] = []
         self.fresh: dict[str, Share] = {}
-        """Leases with a key, from their grant to the moment their waiter has them: a replay counts as a receiver."""
+        """Leases with a key, from the grant until the waiter has its reply: until then, a replay counts as receiver."""
         self._freed: list[str] = []
         self._keys = KnownKeys()
         self._now_ns = 0
@@ -120,7 +120,7 @@ class Locks:
     # --- A transaction
 
     def begin(self, now_ns: int, wall_ns: int) -> None:
-        """The moment of the transaction: everything in it happens now. What is due comes first."""
+        """Sets the time that counts for the whole transaction, and first handles everything that is due by then."""
         self._now_ns, self._wall_ns = now_ns, wall_ns
         self._freed.clear()
         while (due := self.room.due(now_ns)) is not None:
@@ -131,11 +131,13 @@ class Locks:
                 try:
                     self.answers.append((ticket.reply, [self._refusal(name)]))
                 except Exception as error:
-                    self.answers.append((ticket.reply, error))  # it is in no line any more: this is how it is told
+                    # The ticket has left its line, so only this entry makes the writer answer it.
+                    self.answers.append((ticket.reply, error))
                     raise
 
     def apply(self, operations: Sequence[Operation]) -> list[Outcome]:
-        """One request: all of it, or none, with an exception. Alone, an operation is one statement that writes."""
+        """Carries out one request: all of it, or nothing and an exception. A single operation needs no savepoint,
+        because only one of its statements writes."""
         if len(operations) == 1:
             outcomes = [self._one(operations[0])]
         else:
@@ -173,7 +175,7 @@ class Locks:
         if held:
             return self._held(name, row)
         line = self.room.lines.get(name) if self.room.lines else None
-        if line is not None:  # it was freed by this very request, and is theirs at the end of it
+        if line is not None:  # this request has freed the lock: the first waiter gets it at the end of the request
             first = line.first.acquire
             return Held(name, first.owner_id, self._wall_ns // MS + first.ttl_ms, first.ttl_ms)
         return self._grant(acquire, row)
@@ -209,7 +211,8 @@ class Locks:
         return Granted(name, acquire.owner_id, lease_id, token, expiry_ns // MS, ttl_ms, ttl_ms, waited_ms)
 
     def _replay(self, acquire: Acquire, row: Row) -> Granted | KeyReused | None:
-        """What a good lease means to an acquire that may have been granted it before."""
+        """The answer to an acquire that repeats the key of the valid lease in this row: the same grant again, or a
+        refusal. None if the lease has another key, or none."""
         if not _has_key(row, acquire.idempotency_key):
             return None
         if row[0] != acquire.owner_id:
@@ -225,7 +228,8 @@ class Locks:
         )
 
     def _reused(self, acquire: Acquire) -> KeyReused | None:
-        """Whether the key belongs to another lock's lease, or to a waiter that has asked for something else."""
+        """The refusal of a key that another lock's valid lease has, or a waiter of this lock with another owner or
+        `ttl_ms`. None if the key is not in use in this way."""
         other = self._keys.other_lock(acquire)
         if other is not None:
             row = self._execute(FIND, (other,)).get
@@ -286,7 +290,8 @@ class Locks:
         return Broken(was)
 
     def _keep_below_ceiling(self, token: int) -> None:
-        """No token is stored that the mark does not cover: it must be known when the log is lost."""
+        """Raises the mark's ceiling before a token above it is stored: if the log is lost, the ceiling still says how
+        far tokens may have gone."""
         if token > self._ceiling:
             self._ceiling = self._mark.reserve(token)
 
@@ -325,10 +330,10 @@ class Locks:
     # --- Waiting
 
     def wait(self, ticket: Ticket) -> None:
-        """Grants at once what is free, or puts the ticket in line."""
+        """Grants the lock if it is free. Otherwise puts the ticket in line, or refuses it if its wait is over."""
         acquire = ticket.acquire
         name = acquire.lock_name
-        if name in self.room.lines:  # after a transaction that failed the lock may be free, and theirs
+        if name in self.room.lines:  # after a failed transaction, the lock may be free: earlier waiters come first
             self._serve(name)
         row = self._execute(FIND, (name,)).get
         ends_ns = 0 if row is None or row[0] is None else self._run.deadline_ns(row)
@@ -346,11 +351,12 @@ class Locks:
         self._answer(ticket, self._grant(acquire, row, (self._now_ns - ticket.start_ns) // MS))
 
     def cancel(self, ticket: Ticket) -> None:
-        """The one who waited has gone: out of the line or, if the grant was faster, back with the lease."""
+        """The client of this ticket has gone: takes the ticket out of its line. If it was granted a lease already,
+        releases that, unless another request got the same lease."""
         if self.room.remove(ticket) or ticket.share is None:
             return
         share, granted = ticket.share, ticket.share.granted
-        if not ticket.gone:  # it comes again when the transaction with it has failed
+        if not ticket.gone:  # after a failed transaction, the cancel is repeated: count it once
             ticket.gone = True
             share.receivers -= 1
             share.tickets -= 1
@@ -361,14 +367,15 @@ class Locks:
             self.serve_freed()
 
     def serve_freed(self) -> None:
-        """What this request has freed goes to those who wait for it, in the same transaction."""
+        """Grants the locks that this request has freed to their first waiters, in the same transaction."""
         freed = self._freed[:]
         self._freed.clear()
         for name in freed:
             self._serve(name)
 
     def _serve(self, name: str) -> None:
-        """Gives a lock to the first in its line, if it is free, and has it looked at when that lease ends."""
+        """Grants a lock that is free to the first ticket in its line. For the tickets behind it, schedules a check at
+        the end of the lease."""
         while (line := self.room.lines.get(name)) is not None:
             row = self._execute(FIND, (name,)).get
             if row is not None and row[0] is not None and (ends_ns := self._run.deadline_ns(row)) > self._now_ns:
@@ -379,12 +386,13 @@ class Locks:
             try:
                 outcome = self._grant(ticket.acquire, row, (self._now_ns - ticket.start_ns) // MS)
             except Exception as error:
-                self.answers.append((ticket.reply, error))  # it is in no line any more: this is how it is told
+                # The ticket has left its line, so only this entry makes the writer answer it.
+                self.answers.append((ticket.reply, error))
                 if isinstance(error, apsw.Error) or not self._connection.in_transaction:
                     raise  # not the fault of this ticket: the whole transaction fails
                 continue
             self._answer(ticket, outcome)
-            if ticket.share is not None:  # else each is told by itself that the store is full
+            if ticket.share is not None:  # otherwise the store is full, and the loop refuses each twin separately
                 for twin in line.twins(ticket):
                     self.room.remove(twin)
                     self._answer_twin(ticket.share, twin)
@@ -406,7 +414,7 @@ class Locks:
         self.answers.append((twin.reply, [again]))
 
     def forget_answers(self) -> list[asyncio.Future[Any]]:
-        """Nothing of this transaction is true. Gives those who would have been told of it."""
+        """Drops the answers of a transaction that was rolled back. Returns their futures, which must get an error."""
         for _, outcomes in self.answers:
             for outcome in outcomes if isinstance(outcomes, list) else ():
                 if isinstance(outcome, Granted) and not outcome.replayed:
@@ -416,7 +424,7 @@ class Locks:
         return told
 
     def close(self) -> None:
-        """Everybody who waits is told how things stand."""
+        """Answers every waiter with `Held`."""
         for name, line in list(self.room.lines.items()):
             refusal = self._refusal(name)
             for ticket in list(line.tickets):
@@ -430,7 +438,8 @@ class Locks:
         return self._held(name, row)
 
     def _held(self, name: str, row: Row) -> Held:
-        left_ms = max(0, -((self._now_ns - self._run.deadline_ns(row)) // MS))  # rounded up: not back too early
+        # Rounded up, so that no client returns too early.
+        left_ms = max(0, -((self._now_ns - self._run.deadline_ns(row)) // MS))
         return Held(name, row[0], self._run.expiry_ms(row), left_ms)
 
     def check(self) -> None:
@@ -439,7 +448,8 @@ class Locks:
     # --- The sweep
 
     def tidy(self, names: Sequence[str], free_before_ns: int) -> int:
-        """Clears those of these leases that have expired, and prunes those locks that have been free for so long."""
+        """Clears the expired leases of these locks, and prunes those that have been free since `free_before_ns`.
+        Returns how many leases were cleared."""
         run, expired = self._run, 0
         for name in names:
             self._execute(EXPIRE, (name, run.number, run.start_ns, self._now_ns))

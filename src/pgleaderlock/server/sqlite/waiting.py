@@ -50,7 +50,7 @@ class Line:
     def __init__(self) -> None:
         self.tickets: OrderedDict[Ticket, None] = OrderedDict()
         self.look_ns: int | None = None
-        """When the agenda has this lock checked. No later entry is needed."""
+        """When the agenda next has a check of this lock. An entry for a later time is not needed."""
         self._keys: dict[str, dict[Ticket, None]] = {}
 
     @property

@@ -1,15 +1,18 @@
 """The one writer of the SQLite store: takes the requests that have gathered, carries them out in one transaction, and
 answers when that is on the disk (group commit).
 
-A group of releases alone does not wait for the disk. They are in the log, so they survive the process. If a power cut
-loses them, the locks are held again until their leases end: that delays somebody and harms nobody. The next grant takes
-them to the disk with it. A lost grant or renewal would be a lease that two clients believe in.
-After a sync that failed, the kernel may report as written what it has lost: releases and, behind this gap in the log,
-all that follows. So the log is first copied into the file, which is synced by itself, and then starts again.
+A group of releases alone does not wait for the disk. They are in the log, so they survive the end of the process, and
+the next grant's sync writes them to the disk, too. If a power cut loses them, the locks are held again until their
+leases end, which only delays the next holder. A lost grant or renewal, in contrast, could let two clients believe that
+they hold the lock.
 
-A request that comes alone, while nothing else is to be done, is carried out on the event loop's thread: waking another
-thread and being woken by it takes longer than the statements. So the loop may stand still for one sync. After a slow
-one, and whenever there is more than one request, the thread does the work.
+After a failed sync, the kernel may report pages as written that it has lost: releases and, behind this gap in the log,
+everything that follows. So the writer first copies the whole log into the file, which is synced separately, and then
+restarts the log.
+
+A request that comes alone while nothing else is under way is carried out on the event loop's thread, because waking
+another thread and being woken by it takes longer than the statements. This may block the loop for one sync. After a
+slow sync, and whenever several requests come at once, the writer's thread does the work.
 
 Must never answer before the commit has returned, and never decide about a lock: the rules are in `locks`.
 """
@@ -39,32 +42,33 @@ META, END_RUN = sql("meta"), sql("end_run")
 GROUP_OPERATIONS_MAX = 2_000
 CANCELS_OWED_MAX = 10_000
 RETRY_NS = 100_000_000
-"""When to look again at the locks that have waiters, after a transaction that failed."""
+"""How long after a failed transaction the locks with waiters are checked again."""
 SHORT_MAX = 16
-"""A request of more operations than this is the thread's: it would hold up every other request of the loop."""
+"""The thread carries out a request with more operations than this: on the loop, it would delay all other requests."""
 SLOW_S = 0.005
 """After a transaction that waited for the disk for longer than this, the thread does the work for a while."""
 CROWD_REMEMBERED_S = 0.05
-"""Where several requests come at once, more are to be expected: a sync for one of them would hold up all others."""
+"""How long the thread does the work after several requests at once: more are to be expected, and on the loop, a sync
+for one of them would delay all others."""
 SLOW_FACTOR = 50
-"""After a slow transaction, the loop waits this many times as long before it tries again, and so loses at most a
-fiftieth of its time."""
+"""After a slow transaction, the thread does the work for this many times as long, so the loop waits for the disk for at
+most a fiftieth of its time."""
 COPY_S_MAX = 30.0
-"""How long a writer that has to copy everything waits for the copier to end: two cannot copy at once."""
+"""How long the writer waits for the copier before it copies the whole log itself: two cannot copy at once."""
 COPY_FACTOR = 4
-"""The writer finishes the copying itself when the log is so many times longer than it should be."""
+"""The writer finishes the copying itself when the log is this many times longer than usual."""
 REST_FACTOR = 32
-"""The writer also finishes it when no more than such a part of the usual length is left: what was written while the
-copier worked. Otherwise the copier would copy and sync after nearly every commit, beside the writer's own syncs, and
-seldom find the log at rest."""
+"""The writer also finishes the copying when at most one part in this many of the usual length is left, which was
+written while the copier worked. Otherwise the copier would copy and sync after nearly every commit, in addition to the
+writer's own syncs, and would seldom find the log at rest."""
 
 _T = TypeVar("_T")
 Apply = tuple[Reply, Sequence[Operation]]
-"""A request of operations: the commonest item, and so the cheapest to make."""
+"""A request with operations. It is the most common item, so it is a plain tuple, which is cheap to create."""
 
 
 class Call:
-    """Any other work inside a transaction, all or nothing."""
+    """A function to call inside a transaction. All of its changes take effect, or none."""
 
     __slots__ = ("do", "future")
 
@@ -74,7 +78,7 @@ class Call:
 
 
 class Cancel:
-    """A ticket whose client has gone. It is owed until a transaction with it has been committed."""
+    """The cancellation of a ticket whose client has gone. It is repeated until a transaction with it is committed."""
 
     __slots__ = ("ticket",)
 
@@ -83,7 +87,7 @@ class Cancel:
 
 
 class Tick:
-    """Something on the agenda is due."""
+    """Wakes the thread: something on the agenda is due, or the log must be copied."""
 
 
 class Stop:
@@ -99,7 +103,7 @@ Settle = Callable[[Answers, int | None], None]
 
 
 class Writer:
-    """Items come from the event loop's thread, and answers go back to it: one call per transaction."""
+    """Takes items from the event loop's thread, and returns all answers of a transaction to it in one call."""
 
     def __init__(
         self,
@@ -128,9 +132,9 @@ class Writer:
         self._outstanding = 0
         self._one_was_here = False
         self._threads_until = 0.0
-        """On the loop's clock: until then the thread does everything, because of a crowd or a slow transaction."""
+        """The time on the loop's clock until which the thread does everything, after a crowd or a slow transaction."""
         self._slow_until = 0.0
-        """Until then the disk counts as slow."""
+        """The time on the loop's clock until which the disk counts as slow."""
         self._sleep = SleepClock()
         self._turn = threading.Lock()
         """Held by the thread that uses the connection and the locks."""
@@ -139,7 +143,7 @@ class Writer:
         self._synced_before = True
         """Whether the last but one commit on the loop's thread waited for the disk."""
         self._doing: list[Item] = []
-        """What the thread has taken and has not answered yet."""
+        """The items that the thread has taken and not answered yet."""
         self.alive = True
         self._thread = threading.Thread(target=self._work, name="pgleaderlock lock writer", daemon=True)
 
@@ -147,7 +151,7 @@ class Writer:
         self._thread.start()
 
     def stop(self, done: "asyncio.Future[Any]") -> None:
-        """Finishes what was put before; `done` is answered when the file is closed."""
+        """Finishes the items that were put before, and closes the file; then `done` is set."""
         self._hand_over()
         self._enqueue(Stop(done))
 
@@ -171,12 +175,12 @@ class Writer:
             self._loop.call_soon(self._give_up)
 
     def submit(self, request: Apply | Ticket) -> None:
-        """Decides who carries out a request: the thread if it waits for a lock, this call if it comes alone, and
-        otherwise the thread, together with all other requests that the loop has at hand."""
+        """Carries out a request in this call if it comes alone. Otherwise the thread gets it: at once if it waits for a
+        lock, or else together with the other requests of this turn of the loop."""
         if type(request) is not tuple:
             self.put(request)
         elif self._is_quiet() and _is_short(request) and self._turn.acquire(blocking=False):
-            # A second request within the same turn of the loop means a crowd: those go to the thread.
+            # A second request within the same turn of the loop means a crowd, which the thread serves.
             self._one_was_here = True
             try:
                 self._do_here(request)
@@ -189,10 +193,10 @@ class Writer:
                 self._loop.call_soon(self._hand_over)
 
     def _after_one(self) -> None:
-        """What can wait until the client of a lone request has its answer."""
+        """The work that can wait until a request that came alone has its answer."""
         self._one_was_here = False
         if not self.alive or not self._turn.acquire(blocking=False):
-            return  # the thread has begun the next transaction, and does all this after it
+            return  # the thread has begun the next transaction, and takes care of the log after it
         try:
             self._expect_next()
             if self._log.overdue:
@@ -203,14 +207,14 @@ class Writer:
             self._turn.release()
 
     def _expect_next(self) -> None:
-        """Switches the sync to what the next commit is likely to need, which takes time: to what the last but one
-        needed. A client that takes a lock gives it back, and takes it again."""
+        """Switches syncing on or off in advance, because the switch takes time: the next commit is expected to need
+        what the last but one needed, as a client alternates between acquire and release."""
         expected, self._synced_before = self._synced_before, self._syncing
         with contextlib.suppress(apsw.Error):  # the next transaction tries again
             self._sync_commits(expected)
 
     def _hand_over(self) -> None:
-        gathered = [request for request in self._gathered if not request[0].cancelled()]  # nobody wants those
+        gathered = [request for request in self._gathered if not request[0].cancelled()]
         self._gathered.clear()
         if len(gathered) > 1 or self._outstanding:
             self._leave_to_thread(CROWD_REMEMBERED_S)
@@ -218,7 +222,8 @@ class Writer:
             self.put(request)
 
     def _is_quiet(self) -> bool:
-        """Nothing is under way, there was no crowd a moment ago, and the log needs no copy by the writer."""
+        """True if nothing is under way, there was no crowd and no slow transaction a moment ago, and the writer need
+        not copy the log."""
         if self._gathered or self._outstanding or self._one_was_here or self._log.doubtful or self._log.overdue:
             return False
         return self._loop.time() >= self._threads_until
@@ -233,7 +238,7 @@ class Writer:
         self._settle(answers, self._locks.room.next_due_ns)
 
     def here(self, do: Callable[[], _T]) -> _T:
-        """Something short that may have to wait for the disk, on the loop's thread."""
+        """Calls a short function that may have to wait for the disk, on the loop's thread."""
         self._sleep.begin()
         try:
             return do()
@@ -242,11 +247,11 @@ class Writer:
 
     @property
     def disk_is_slow(self) -> bool:
-        """It was, a moment ago."""
+        """True if the disk was slow a moment ago."""
         return self._loop.time() < self._slow_until
 
     def _remember(self, slow_s: float) -> None:
-        """A disk that is slow in the thread would be slow in the loop, too."""
+        """After a slow transaction in either thread, leaves the work to the writer's thread for a while."""
         if slow_s:
             self._leave_to_thread(SLOW_FACTOR * slow_s)
             self._slow_until = self._threads_until
@@ -261,7 +266,7 @@ class Writer:
         return StoreError(f"{self._path}: the writer has ended by a defect: restart the server; its log says more")
 
     def _give_up(self) -> None:
-        """The thread has ended by a defect: everything that waits for it is answered."""
+        """A defect has ended the thread: answers every item that waits for it with an error."""
         self._roll_back()
         self._close_file()
         left, self._doing = self._doing, []
@@ -296,7 +301,7 @@ class Writer:
                 if stop is not None:
                     self._close_file()
                     answers.append((stop.future, None))
-                with contextlib.suppress(RuntimeError):  # the application's loop is closed, and nobody waits
+                with contextlib.suppress(RuntimeError):  # the application has closed its loop: no caller waits
                     due_ns, slow_s = self._locks.room.next_due_ns, sleep.slow_s()
                     self._loop.call_soon_threadsafe(self._done, answers, due_ns, group, slow_s)
                 self._doing = []
@@ -323,7 +328,7 @@ class Writer:
             return group, None
 
     def _transact(self, group: list[Item], *, closing: bool) -> Answers:
-        """One transaction for the group. If it cannot be committed, all of the group is told so, and nothing else."""
+        """Runs the group in one transaction. If that cannot be committed, every request in it gets the error."""
         locks = self._locks
         before = locks.rows, locks.held
         try:
@@ -332,7 +337,7 @@ class Writer:
             self._sync_commits(closing or not self._only_frees(group))
             self._execute("BEGIN IMMEDIATE")
             self._verify()
-            # Read after the last item was taken: no lease starts before its owner asked for it.
+            # Read the clocks after the last item was taken: no lease may start before its owner asked for it.
             locks.begin(int(self._clock.now() * 1e9), time.time_ns())
             for cancel in self._owed:
                 locks.cancel(cancel.ticket)
@@ -352,7 +357,7 @@ class Writer:
         return answers
 
     def _undone(self, error: Exception, group: list[Item], *, closing: bool) -> Answers:
-        """Nothing of this group is durable, whatever the error is."""
+        """Rolls back, and returns the error for each request: nothing of this group is durable, whatever the error."""
         self._roll_back()
         if isinstance(error, apsw.IOError):
             self._log.doubtful = True
@@ -368,7 +373,7 @@ class Writer:
             self._syncing = wanted
 
     def _only_frees(self, group: list[Item]) -> bool:
-        """Releases alone, and no waiter to whom a freed lock would be granted in the same transaction."""
+        """True if the group has only releases, and no waiter would be granted a freed lock in the same transaction."""
         if self._locks.room.lines or self._owed:
             return False
         for item in group:
@@ -379,7 +384,7 @@ class Writer:
                     return False
         return True
 
-    # One item. A failure of this item alone is its answer; one that has ended the transaction is raised.
+    # One item. An error that affects only this item is its answer; an error that ends the transaction is raised.
 
     def _apply(self, request: Apply) -> None:
         locks = self._locks
@@ -421,7 +426,8 @@ class Writer:
         self._locks.answers.append((future, explained(error, self._path)))
 
     def _verify(self) -> None:
-        """Checks in two ways that nobody else writes: the claim may be lost with its file, the run number is data."""
+        """Checks in two ways that no other server writes: by the files, because the claim on a replaced file protects
+        nothing, and by the run number in the data."""
         self._identity.verify()
         if self._execute(META, ("run",)).get != self._run_number:
             raise StoreError(
@@ -436,7 +442,7 @@ class Writer:
             self._connection.execute(END_RUN, (self._run_number,))
             in_order = True
         with contextlib.suppress(apsw.Error):  # pages that could not be copied into the file stay in its log
-            # Of a start that fails, the log is left as it is noted.
+            # Copy the log at the close. `open_writer` has switched that off, for a start that fails.
             self._connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
             self._connection.close(True)
         self._log.end(in_order=in_order)
@@ -463,7 +469,7 @@ class Writer:
                     room.remove(ticket)
                     futures.append(ticket.reply)
         room.look_at_all(int(self._clock.now() * 1e9) + RETRY_NS)
-        # Each has an exception of its own: raising one adds a traceback to it.
+        # Each future gets its own exception, because raising an exception adds a traceback to it.
         return [(future, type(error)(*error.args)) for future in dict.fromkeys(futures)]
 
 
@@ -472,18 +478,19 @@ def _is_short(item: Item) -> bool:
 
 
 class SleepClock:
-    """Tells whether its thread has slept for long in a transaction: for so long it waited for the disk. The time for
-    which it worked does not count, nor does the time for which it waited for a processor: a busy machine is no slow
-    disk. Where the system does not tell how long that was, it counts. To be called by one thread only.
+    """Measures how long its thread has slept in a transaction, which is how long it waited for the disk. The time in
+    which the thread worked or waited for a processor does not count: a busy machine is not a slow disk. Where the
+    system does not report the wait for a processor, that wait counts. Only one thread may call it.
 
-    To ask the system takes longer than many a transaction. So it is asked after one that took long, and compared with
-    what it said at most `SLOW_S` before that began. Work and waiting between the two count as if they were in it."""
+    Asking the system takes longer than many transactions. So it is asked only after a long transaction, and its answer
+    is compared with one from at most `SLOW_S` before the transaction began. Work and waits for a processor between that
+    moment and the beginning are counted as if they were in the transaction."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
         self._began_s = self._asked_s = float("-inf")
         self._awake_s = 0.0
-        """For how long the thread had worked, or waited for a processor, when the system was asked."""
+        """How long the thread had worked or waited for a processor when `begin` last asked the system."""
 
     def begin(self) -> None:
         self._began_s = time.monotonic()
@@ -514,14 +521,14 @@ class SleepClock:
 
 
 class Log:
-    """Copies the write-ahead log back into the file, in a thread of its own, while the writer goes on.
+    """Copies the write-ahead log back into the file, in a separate thread, while the writer goes on.
 
-    With a million locks nearly every grant changes a page of its own, and copying thousands of pages takes as long as
-    thousands of grants. SQLite can copy from another connection, `copier`. Only the last step is the writer's: the log
-    starts again at its beginning when all of it has been copied and nothing was written meanwhile.
+    With a million locks, nearly every grant changes a different page, and copying thousands of pages takes as long as
+    thousands of grants. SQLite can copy over another connection, `copier`. Only the last step is left to the writer:
+    the log restarts from its beginning when all of it has been copied and nothing was written meanwhile.
 
-    `due()` is called after each commit, by the thread that made it. It must not keep the writer waiting, unless the log
-    is in doubt.
+    `due()` is called after each commit, by the thread that made it. It never waits for the copier. `start_again`
+    does, when the log is in doubt.
     """
 
     def __init__(self, writer: apsw.Connection, copier: apsw.Connection, mark: Mark, pages_max: int) -> None:
@@ -531,11 +538,11 @@ class Log:
         self._pages_max = pages_max
         self._pages = 0
         self._starts = 0
-        """How often the log has started again."""
+        """How often the log has restarted from its beginning."""
         self._copied = (0, 0)
-        """How many pages of the log the copier has found copied, and since which start of it."""
+        """The restart count when the copier last worked, and how many pages of the log were then in the file."""
         self.doubtful = False
-        """A sync has failed in either thread: what was not on the disk may be lost without the kernel knowing."""
+        """A sync has failed in either thread: the kernel may have lost pages and report them as written."""
         self._idle = threading.Event()
         self._idle.set()
         self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -552,7 +559,7 @@ class Log:
 
     @property
     def overdue(self) -> bool:
-        """The writer itself has to copy, which takes a while."""
+        """True if the log is so long that the writer itself must copy it, which takes a while."""
         return self._pages >= COPY_FACTOR * self._pages_max
 
     def due(self) -> None:
@@ -560,7 +567,7 @@ class Log:
             return
         start, copied = self._copied
         if self.overdue or (start == self._starts and self._pages - copied <= self._pages_max // REST_FACTOR):
-            # Nearly all of it has been copied by now. The next transaction starts the log again.
+            # The writer copies what is left. Then the next transaction restarts the log.
             self._copy(self._writer)
             self._mark.log_started_again()
         else:
@@ -568,7 +575,8 @@ class Log:
             self._asked.put(self._starts)
 
     def start_again(self) -> None:
-        """All of the log into the file, now, in the writer's thread and outside a transaction; raises if it cannot."""
+        """Copies all of the log into the file and restarts it. Called in the writer's thread, outside a transaction;
+        raises if that fails."""
         self._idle.wait(COPY_S_MAX)
         self.doubtful = False  # set before the copy: the other thread may set it again meanwhile
         try:
@@ -579,12 +587,12 @@ class Log:
             raise
 
     def close(self) -> None:
-        """Ends the thread and its connection; the writer's own is the last, and copies what is left."""
+        """Ends the thread, and closes its connection. The writer's connection is closed last, and copies the rest."""
         self._asked.put(None)
         self._thread.join()
 
     def end(self, *, in_order: bool) -> None:
-        """When the writer's connection is closed, too."""
+        """Called when the writer's connection is closed, too."""
         self._mark.end(in_order=in_order)
 
     def _work(self) -> None:
