@@ -1,4 +1,4 @@
-"""Runs the figures, prints them, and exits with 1 when one is missed."""
+"""Measures the figures, prints them, and exits with 1 if one misses its limit."""
 
 import asyncio
 import logging
@@ -52,11 +52,11 @@ def main(wanted: list[str]) -> int:
     if not chosen:
         print(f"no such figure: {' '.join(wanted)}; there are {', '.join(FIGURES)}", file=sys.stderr)
         return 2
-    # The nodes are killed on purpose here; their complaints are not the figures.
+    # The benchmarks kill nodes on purpose: do not mix the nodes' log lines with the figures.
     logging.getLogger("pgleaderlock").setLevel(logging.CRITICAL)
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory(prefix="pgl-bench-", dir="/tmp") as folder:
-        Path(folder).chmod(0o711)  # the server's account must be able to pass through
+        Path(folder).chmod(0o711)  # the server's account needs access to what is inside
         with EmbeddedPostgres(Path(folder) / "pg", port=0) as server:
             print(f"Python {platform.python_version()}, PostgreSQL {server.version}, asyncio, TCP on loopback")
             for run in chosen.values():

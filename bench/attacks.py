@@ -1,4 +1,4 @@
-"""What hostile clients do to the lock server, and what a healthy one notices: each attacker is a process of its own."""
+"""What a healthy client of the lock server notices while hostile ones attack. Each attacker is a separate process."""
 
 import asyncio
 import contextlib
@@ -65,8 +65,8 @@ REQUESTS_OF_BYTES = {
 
 
 async def hold(_dsn: str) -> Figure:
-    """How long one callback of the event loop runs while a hostile request is served, in CPU time: the machine's other
-    work does not count. The smallest of some tries, for the worst request."""
+    """The CPU time of the longest callback of the event loop while the server handles a hostile request. CPU time does
+    not count the machine's other work. Of each request the best try counts, and of the requests the worst one."""
     worst: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         server = LockServer(store_from_url(f"sqlite:///{folder}/locks.db"), ServerSettings(port=0))
@@ -112,7 +112,7 @@ def _longest_callback() -> Iterator[list[float]]:
 
 
 def _send(port: int, request: bytes) -> None:
-    """Sends, and reads until the server closes, or has answered a request that is complete."""
+    """Send the request and close the sending side; read until the server closes the connection."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
         connection.sendall(request)
         connection.shutdown(socket.SHUT_WR)
@@ -124,11 +124,11 @@ def _send(port: int, request: bytes) -> None:
 
 
 async def under_attack(_dsn: str) -> list[Figure]:
-    """A healthy client's requests while others attack, against the same in quiet, in turns; and how long a new
-    connection waits while idle ones take ten times as many places as there are.
+    """A healthy client's requests while others attack, against the same requests in quiet, in turns; and how long a
+    new connection waits while an attacker tries to keep ten times as many idle connections open as the server allows.
 
-    Both run beside a server that has a processor to itself, as one that is attacked over a network has: an attacker
-    that shares it takes the server's time from every client, and no server can prevent that."""
+    The server has a processor to itself, as it would have if it were attacked over a network. An attacker on the same
+    processor takes CPU time from every client, which no server can prevent."""
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         tokens = Path(folder) / "tokens.toml"
         tokens.write_text(f'[[token]]\nname = "bench"\ntoken = "{TOKEN}"\n')
@@ -142,8 +142,8 @@ async def under_attack(_dsn: str) -> list[Figure]:
 
 @contextlib.contextmanager
 def _processor_of_its_own(pid: int) -> Iterator[None]:
-    """For every thread of that process; this one, and those that it starts meanwhile, use the others. Where there is
-    only one processor, nothing changes."""
+    """Give every thread of that process one processor. This process, and those that it starts meanwhile, use the
+    others. On a machine with a single processor, nothing changes."""
     allowed = os.sched_getaffinity(0)
     first, *others = sorted(allowed)
     if not others:
@@ -213,7 +213,7 @@ async def _newcomers(port: int) -> Figure:
 
 @contextlib.asynccontextmanager
 async def _attacker(port: int, name: str, seed: int) -> AsyncIterator[None]:
-    """In a process of its own: else the healthy client would be held up by its own program, and not by the server."""
+    """Attack from a separate process: in the same one, the attack itself would delay the healthy client."""
     process = await asyncio.to_thread(_started, port, name, seed)
     try:
         yield
@@ -236,7 +236,7 @@ def _attack_for_ever(port: int, name: str, seed: int, begun: Event) -> None:
 
 
 async def _attack(port: int, name: str, rng: random.Random, begun: Event) -> None:
-    """At a steady pace, each on a connection of its own."""
+    """Attack at a steady pace, each time on a new connection."""
     attack, a_second = ATTACKS[name]
     sent: set[asyncio.Task[None]] = set()
     await attack(port, rng)
@@ -291,7 +291,7 @@ _idle: list[asyncio.StreamWriter] = []
 
 
 async def _idle_sockets(port: int, _rng: random.Random) -> None:
-    """Keeps ten times as many connections open as there are places, or as the server lets it."""
+    """Keep ten times as many connections open as the server allows, or as many as it accepts."""
     if not _idle:
         _idle.extend([(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(10 * CONNECTIONS_MAX)])
     _idle.pop(0).close()
@@ -306,4 +306,4 @@ ATTACKS: dict[str, tuple[Callable[[int, random.Random], Awaitable[None]], int]] 
     "refused sign-ins": (_sign_in, 300),
     "idle sockets": (_idle_sockets, 300),
 }
-"""What is done, and how often a second. Each takes a new connection. Bombs and chunks move 10 and 12 MB/s."""
+"""The attacks, and how often per second each is made, on a new connection. Bombs and chunks send 10 and 12 MB/s."""

@@ -1,4 +1,4 @@
-"""The figures of `LeaderElection`: how soon somebody else writes, acts, and what asking the gate costs."""
+"""The figures of `LeaderElection`: how soon a successor writes and acts, and what a heartbeat and a gate cost."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class _Node:
         self.process = process
 
     async def says(self, what: str, since: float = 0.0) -> float:
-        """When it next said this, on the monotonic clock."""
+        """When the node next said this, on the monotonic clock."""
         assert self.process.stdout is not None
         async with asyncio.timeout(WAIT_S):
             while True:
@@ -80,7 +80,7 @@ async def _ledger(dsn: str) -> AsyncIterator[psycopg.AsyncConnection[tuple[objec
 
 
 async def heartbeat(dsn: str) -> Figure:
-    """A heartbeat, which proves leadership, against the same one without the proof."""
+    """A heartbeat, which proves leadership, against a heartbeat without the proof."""
     await migrate(dsn)
     bare = (
         b"SELECT beat, roles, epochs, settled, requests, version FROM pgleaderlock.heartbeat("
@@ -122,7 +122,7 @@ async def heartbeat(dsn: str) -> Figure:
 async def kill_rounds(
     dsn: str, role: str, options: dict[str, object], rounds: int, *, written: bool = True, opened: bool = True
 ) -> tuple[list[float], list[float]]:
-    """From SIGKILL to the successor's first fenced write, and to its open gate, where these are asked for."""
+    """The times from SIGKILL to the successor's first fenced write, and to its open gate, for those that are wanted."""
     writes, gates = [], []
     async with _ledger(dsn):
         leader = await _start(dsn, role, options)
@@ -131,7 +131,7 @@ async def kill_rounds(
             for _ in range(rounds):
                 standby = await _start(dsn, role, options)
                 await standby.says("seen")
-                await asyncio.sleep(1.0)  # a standby that has looked around, as it would have in real life
+                await asyncio.sleep(1.0)  # give the standby time to see the leader, as in production
                 killed_at = time.monotonic()
                 leader.process.send_signal(signal.SIGKILL)
                 if written:
@@ -182,7 +182,7 @@ async def failover_hot(dsn: str) -> Figure:
 
 
 async def handover(dsn: str) -> Figure:
-    """A clean step-down until the successor's gate is open."""
+    """The time from the request for a step-down until the successor's gate is open."""
     took = []
     async with _ledger(dsn):
         leading, other = [await _start(dsn, "bench-handover", {}) for _ in range(2)]
@@ -190,7 +190,7 @@ async def handover(dsn: str) -> Figure:
             await leading.says("open")
             await other.says("seen")
             for _ in range(HANDOVERS):
-                await asyncio.sleep(1.0)  # the one who stepped down lets a delay pass before it competes again
+                await asyncio.sleep(1.0)  # by then the node that stepped down competes again
                 asked_at = time.monotonic()
                 leading.tell("step_down")
                 took.append(await other.says("open", asked_at) - asked_at)
@@ -209,7 +209,7 @@ async def handover(dsn: str) -> Figure:
 
 
 async def gate(_dsn: str) -> Figure:
-    """One question to an open gate, against one look at the clock."""
+    """One call of an open gate, against one reading of the clock."""
     asked, rounds = 20_000, 15
     open_gate = LeaderGate("bench")
     open_gate.open(LeaderToken("bench", 1, "me"), 0.0, BOOT_CLOCK.now() + 3600)

@@ -1,5 +1,5 @@
-"""A node of an election as a process of its own. Says on the machine's monotonic clock when it leads, has committed a
-fenced write, and may act; obeys `step_down` on its standard input, and ends when that closes.
+"""A node of an election in a separate process. It prints, by the machine's monotonic clock, when it leads, when it has
+committed a fenced write and when it may act. It obeys `step_down` on its standard input, and ends when that closes.
 
     python -m bench.election_node DSN ROLE OPTIONS_AS_JSON
 """
@@ -27,7 +27,7 @@ async def main(dsn: str, role: str, options: dict[str, object]) -> None:
 
         @election.on_acquired
         async def write(_role: str) -> None:
-            # The fence needs no clock and so no wait: the token serves before the gate opens.
+            # The fence needs no clock, and so no wait: the token is valid before the gate opens.
             token = gate.token
             if token is not None:
                 async with fenced(conn, token):

@@ -1,6 +1,6 @@
 """The figures of the fence: what it costs a writer, and how long writers hold up the next leader.
 
-The writers are pgbench's, so that the server is measured and not Python; what they send is the library's own statement.
+The writers are pgbench's, so that the server is measured and not Python. They send the library's own statement.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ BUMPS = 300
 WRITE_MS = 5
 
 _WRITE = "INSERT INTO bench_writes (what) VALUES (:client_id);"
-# A writer of a real system learns the new epoch and goes on; pgbench would stop at the first refusal.
+# A real writer learns the new epoch and goes on, but pgbench would stop at the first refusal.
 _FOLLOW = """
 CREATE OR REPLACE FUNCTION bench_fence(p_role text) RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
@@ -47,7 +47,7 @@ $$
 
 
 class _Leader:
-    """The session that bumps."""
+    """The session that begins the terms."""
 
     def __init__(self, conn: psycopg.AsyncConnection[tuple[int, ...]], session_id: int) -> None:
         self._conn, self._session_id = conn, session_id
@@ -90,7 +90,7 @@ async def throughput(dsn: str) -> Figure:
     try:
         epoch = await leader.bump()
         await run_pgbench(dsn, "-i", "-q", "-s", str(SCALE))
-        # As from the second transaction of a connection on: the holder is compared in the first only.
+        # As in every transaction of a connection but the first: only the first one compares the holder.
         values = {"role": f"'{ROLE}'", "epoch": epoch, "namespace": "'pgleaderlock'", "holder": "NULL"}
         fence = one_line(statement("fence").decode()) % {
             **values,
@@ -99,8 +99,8 @@ async def throughput(dsn: str) -> Figure:
         }
         update = (await run_pgbench(dsn, "--show-script=tpcb-like")).replace(":scale", str(SCALE))
         insert = f"BEGIN;\n{_WRITE}\nCOMMIT;"
-        # Beside the figure: a statement that does nothing in the fence's place, the price of the round trip alone;
-        # and the smallest transaction that there is, of which the fence is the largest part.
+        # Beside the figure: SELECT 1 in place of the fence, which costs the round trip alone; and the smallest possible
+        # transaction, of which the fence is the largest part.
         scripts = {
             "update": update,
             "update, SELECT 1": _after_begin(update, "SELECT 1"),
@@ -128,7 +128,7 @@ def _rate(dsn: str, script: str) -> Callable[[int], Awaitable[float]]:
 
 
 async def bump(dsn: str) -> Figure:
-    """A new epoch behind writers that hold the fence all the time, committed and acknowledged."""
+    """How long a bump takes until its commit is acknowledged, while writers hold the fence all the time."""
     leader = await _Leader.open(dsn)
     try:
         await leader.bump()
@@ -158,7 +158,7 @@ async def bump(dsn: str) -> Figure:
 
 async def _until_writing(dsn: str) -> None:
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as look:
-        while True:  # nothing announces that all of them are at work
+        while True:  # no event tells that all of them are writing
             row = await (
                 await look.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'pgbench'")
             ).fetchone()

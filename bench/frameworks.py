@@ -1,7 +1,7 @@
-"""The examples of the frameworks: a leader is asked to end (SIGTERM), and how long until another process leads.
+"""The examples of the frameworks: how long after SIGTERM to the leader another process leads.
 
-Each is two processes of the real framework, as its users start it, with the settings of the example. From the signal
-on, whatever the framework does at its end counts: its own shutdown, the end of the work, the release of the lock.
+Each example runs as two processes of the real framework, started as its users start it. The time includes everything
+that the framework does after the signal: its own shutdown, the end of the work, the release of the lock.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ __all__ = ["stops"]
 ROUNDS = 5
 WAIT_S = 60.0
 POLL_S = 0.002
-STANDBY_S = 1.0  # for which a standby has stood by when the leader ends
+STANDBY_S = 1.0  # how long the standby stands by before the leader ends
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 _HOLDER = (
     "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND classid::bigint = %s AND objid::bigint = %s"
     " AND objsubid = 2"
 )
-# Those that are there: the ledger has the sessions of killed processes for a while.
+# Sessions with a running backend: the ledger keeps the sessions of killed processes for a while.
 _IN_LEDGER = (
     "SELECT count(*) FROM pgleaderlock.sessions s JOIN pg_stat_activity a ON a.pid = s.backend_pid"
     " AND a.backend_start = s.backend_start WHERE s.ended_at IS NULL AND s.beat > 0"
@@ -49,9 +49,9 @@ class Example:
     what: str
     argv: tuple[str, ...]
     name: str
-    """Of the role or the lock."""
+    """The name of the role or the lock."""
     elects: bool = True
-    """With an election, which is in the ledger; otherwise with a lock."""
+    """Whether it uses an election, which is in the ledger; otherwise it uses a lock."""
     folder: Path = EXAMPLES
 
 
@@ -130,7 +130,7 @@ def _measure(example: Example, dsn: str, env: Mapping[str, str]) -> Figure:
 def _start(
     example: Example, env: Mapping[str, str], folder: str, number: int, running: ExitStack
 ) -> "subprocess.Popen[bytes]":
-    """In a group of its own, of which nothing is left at the end."""
+    """Start the process in a new process group, which is killed at the end."""
     argv = [word.format(folder=folder, number=number) for word in example.argv]
     process = subprocess.Popen(
         [sys.executable, *argv],
@@ -152,7 +152,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _until_led(look: "psycopg.Connection[tuple[int]]", example: Example, but: int | None = None) -> int:
-    """Until another backend than `but` holds the lock. Nothing announces it."""
+    """Poll until another backend than `but` holds the lock; returns its pid."""
     keys = [key & 0xFFFFFFFF for key in key_pair(example.name)]
     deadline = time.monotonic() + WAIT_S
     while True:

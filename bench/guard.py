@@ -1,4 +1,4 @@
-"""The figures of one-shot leadership: the cycle on an open connection, and how soon a loss is heard."""
+"""The figures of one-shot leadership: the cycle on an open connection, and how soon a guard notices a loss."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What the figures share: how a result is written down, how two sides take turns, and how percentiles are taken.
+"""What the figures share: the record of a result, the turns of the sides, percentiles and ratios.
 
 Imports the standard library.
 """
@@ -22,7 +22,7 @@ class Figure:
     limit: float
     unit: str = "×"
     at_least: bool = False
-    """The limit is a floor and not a ceiling."""
+    """The limit is a lower bound, not an upper one."""
 
     @property
     def holds(self) -> bool:
@@ -38,7 +38,7 @@ class Figure:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that is not exceeded by `percent` of them."""
+    """The smallest value that at least this percentage of the values does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
@@ -48,11 +48,10 @@ def median(values: Sequence[float]) -> float:
 
 
 async def in_turns(sides: Mapping[str, Callable[[int], Awaitable[float]]], blocks: int) -> dict[str, list[float]]:
-    """What each side measures, block by block and side by side, so that the machine's moods meet all of them alike.
+    """Measure the sides in turns, block by block, so that changes of the machine's load affect all of them alike.
 
-    The order is a new one in each block: a side that always comes after the same other one pays for what that one
-    leaves behind, be it work in the background or a cold cache. Each is given the number of its block. The first block,
-    0, warms up and does not count.
+    Each block has a new random order: a side that always came after the same other one would pay for its background
+    work and its cold caches. Each call gets the number of its block. Block 0 warms up and does not count.
     """
     measured: dict[str, list[float]] = {name: [] for name in sides}
     for block in range(blocks + 1):

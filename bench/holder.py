@@ -1,4 +1,4 @@
-"""A leader that is about to be killed: takes the lock, says so, and waits for its end.
+"""A leader that the benchmark kills: it takes the lock, prints that, and waits.
 
 python -m bench.holder DSN KEY1 KEY2
 """

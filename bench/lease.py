@@ -36,11 +36,11 @@ WAIT_S = 60.0
 
 @contextlib.asynccontextmanager
 async def _pooled(dsn: str) -> AsyncIterator[str]:
-    """The way through a PgBouncer with a few backends."""
+    """The DSN of a PgBouncer with a few backends."""
     tool, port = provide("pgbouncer"), free_port()
     with tempfile.TemporaryDirectory(prefix="pgl-bench-pool-", dir="/tmp") as folder:
         settings = _configured(Path(folder), dsn, port)
-        # It refuses to run as root.
+        # PgBouncer refuses to run as root.
         user = ["-u", "nobody"] if os.geteuid() == 0 else []
         async with running([str(tool.path), "-q", *user, str(settings)], port, tool.env):
             yield make_conninfo(dsn, host="127.0.0.1", port=port)
@@ -84,7 +84,7 @@ async def failover(dsn: str) -> list[Figure]:
 
 
 async def tick(dsn: str) -> Figure:
-    """One lease leads a thousand roles, and another one stands by for them."""
+    """The most messages of one tick, with one lease that leads a thousand roles and another that stands by for them."""
     await migrate(dsn)
     names = [f"bench-lease-{number}" for number in range(ROLES)]
     async with _pooled(dsn) as pooled, LeaderElection(pooled, names, node_id="leads", hold="lease") as leader:
@@ -106,7 +106,7 @@ async def tick(dsn: str) -> Figure:
 
 @contextlib.contextmanager
 def _counted() -> Any:
-    """The most messages of one tick, by the session that has sent them."""
+    """The most messages that each session has sent in one tick."""
     tick_of, once = Engine._tick, LeaseSession._once
     now: dict[object, int] = {}
     most: dict[object, int] = {}
@@ -156,7 +156,7 @@ async def standbys(dsn: str) -> Figure:
 
 
 async def _settled(node: LeaderElection) -> None:
-    """It leads, or has seen who does."""
+    """Wait until the node leads, or has seen another leader."""
     async with asyncio.timeout(WAIT_S):
         while node.leader("bench-lease-crowd") is None and node.gate("bench-lease-crowd").token is None:
             await asyncio.sleep(0.1)

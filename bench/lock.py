@@ -40,7 +40,7 @@ async def start(dsn: str) -> Figure:
         await lock.wait_for_leadership()
         ours_s = time.perf_counter() - began
         await lock.shutdown()
-        if round_ >= 10:  # the first rounds warm up the server and the interpreter, for both
+        if round_ >= 10:  # the first rounds warm up the server and the interpreter
             raw.append(raw_s)
             ours.append(ours_s)
     return Figure(

@@ -1,4 +1,4 @@
-"""Our hot standby as a process of its own; speaks as `raw_waiter` does.
+"""Our hot standby in a separate process, with the same input and output as `raw_waiter`.
 
 python -m bench.our_waiter DSN KEY1 KEY2
 """

@@ -1,7 +1,7 @@
-"""What the lock server is measured with and against: wrk as client, etcd and Redis as peers, all processes of ours.
+"""Starts what the lock server is measured with: wrk as the client, etcd and Redis as peers.
 
-Every one listens on loopback, keeps its data in a temporary folder, and is set to be as durable as we are: etcd always
-is, Redis appends to its file and syncs it at every write.
+Each peer listens on loopback, keeps its data in a temporary folder, and is as durable as we are: etcd always is, and
+Redis is set to append every write to its file and sync it.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 @contextlib.asynccontextmanager
 async def running(command: Sequence[str], port: int, env: dict[str, str] | None = None) -> AsyncIterator[int]:
-    """A process that listens on this port; gives its pid. Ended with SIGTERM, and by force if that does not do."""
+    """Run a process that listens on this port; yields its pid. Ends it with SIGTERM, and if that fails, by force."""
     with tempfile.TemporaryFile() as said:
         process = await asyncio.create_subprocess_exec(*command, env=env, stdout=said, stderr=said)
         try:
@@ -39,7 +39,7 @@ async def running(command: Sequence[str], port: int, env: dict[str, str] | None 
                     if process.returncode is not None:
                         said.seek(0)
                         raise RuntimeError(f"{command[0]} ended: {said.read().decode(errors='replace')[-2000:]}")
-                    await asyncio.sleep(READY_POLL_S)  # nothing announces that a port is open
+                    await asyncio.sleep(READY_POLL_S)  # no event tells that a port is open
             yield process.pid
         finally:
             if process.returncode is None:
@@ -63,7 +63,7 @@ async def _listens(port: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def lock_server(store: str, *options: str) -> AsyncIterator[tuple[str, int]]:
-    """`pgleaderlock serve`, as a user starts it: its address and its pid."""
+    """Run `pgleaderlock serve`, as a user starts it; yields its URL and its pid."""
     port = free_port()
     command = [sys.executable, "-m", "pgleaderlock", "serve", "--store", store, "--port", str(port), *options]
     async with running(command, port) as pid:
@@ -72,7 +72,7 @@ async def lock_server(store: str, *options: str) -> AsyncIterator[tuple[str, int
 
 @contextlib.asynccontextmanager
 async def etcd() -> AsyncIterator[tuple[str, int]]:
-    """Its address and its pid."""
+    """Run etcd; yields its URL and its pid."""
     tool = provide("etcd-server")
     client, peer = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="pgl-etcd-") as folder:
@@ -87,7 +87,7 @@ async def etcd() -> AsyncIterator[tuple[str, int]]:
 
 @contextlib.asynccontextmanager
 async def redis() -> AsyncIterator[tuple[int, int]]:
-    """Its port and its pid."""
+    """Run Redis; yields its port and its pid."""
     tool = provide("redis-server")
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="pgl-redis-") as folder:
@@ -105,7 +105,7 @@ class Wrk:
         self._script = script
 
     async def run(self, url: str, connections: int, duration_s: int, threads: int = 1) -> float:
-        """Requests a second, all of them answered with 200."""
+        """Requests per second. Raises unless all were answered with 200."""
         with tempfile.TemporaryDirectory(prefix="pgl-wrk-") as folder:
             path = Path(folder) / "script.lua"
             path.write_text(self._script)

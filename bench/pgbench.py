@@ -13,7 +13,7 @@ __all__ = ["one_line", "run_pgbench", "tps"]
 
 
 async def tps(dsn: str, script: str, writers: int, duration_s: int) -> float:
-    """Transactions a second, without the time to connect."""
+    """Transactions per second, without the time to connect."""
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         path = Path(folder) / "script.sql"
         path.write_text(script)
@@ -42,5 +42,5 @@ async def run_pgbench(dsn: str, *arguments: str) -> str:
 
 
 def one_line(sql: str) -> str:
-    """A statement as a script of pgbench's has it."""
+    """A statement in the form that a pgbench script needs."""
     return " ".join(sql.split())

@@ -1,8 +1,9 @@
-"""The raw limit for hot standby: one session parked in pg_advisory_lock, as a process of its own.
+"""The raw limit for hot standby: one session that waits in pg_advisory_lock, in a separate process.
 
     python -m bench.raw_waiter DSN KEY1 KEY2
 
-Says when it holds the lock, on the machine's monotonic clock; releases it and parks again at each line it reads.
+It prints when it holds the lock, by the machine's monotonic clock. For each line that it reads, it releases the lock
+and waits again.
 """
 
 import asyncio

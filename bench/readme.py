@@ -1,8 +1,8 @@
 """README's first snippet, as two processes from the built wheel: how long until the successor's work runs.
 
-Twenty pairs for each signal stand by at the same time, so that one stand-by of three minutes serves all rounds. Then
-one leader after the other is ended, by each signal in turn. `PGLEADERLOCK_BENCH_STANDBY_S` is how long they stand by,
-and `PGLEADERLOCK_BENCH_PAIRS` how many pairs there are for each signal.
+Twenty pairs for each signal stand by at the same time, so that one wait of three minutes serves all rounds. Then the
+benchmark ends one leader after the other, by each signal in turn. `PGLEADERLOCK_BENCH_STANDBY_S` sets how long the
+pairs stand by, and `PGLEADERLOCK_BENCH_PAIRS` how many pairs there are for each signal.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ SIGNALS = {
 }
 PROJECT = Path(__file__).resolve().parents[1]
 BUILD = "import hatchling.build, sys; hatchling.build.build_wheel(sys.argv[1])"
-# What README leaves to its reader: the work, the database and the name.
+# The parts of the snippet that its reader has to fill in: the work, the database and the name.
 BLANKS = (
     ("import asyncio\n", "import asyncio, time\n"),
     ("...  ", "print(time.monotonic(), flush=True)  "),
@@ -51,7 +51,7 @@ async def readme(_dsn: str) -> list[Figure]:
 
 def _measure() -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="pgl-bench-", dir="/tmp") as folder:
-        Path(folder).chmod(0o711)  # the server's account must be able to pass through
+        Path(folder).chmod(0o711)  # the server's account needs access to what is inside
         settings = {"max_connections": str(2 * len(SIGNALS) * PAIRS + 20)}
         with EmbeddedPostgres(Path(folder) / "pg", port=0, settings=settings) as server, _snippet() as start:
             return _rounds(server.dsn, start)
@@ -88,7 +88,7 @@ def _rounds(dsn: str, start: "_Start") -> list[Figure]:
 
 @contextmanager
 def _snippet() -> "Iterator[_Start]":
-    """README's first snippet with its blanks filled in, to be run with what the wheel holds."""
+    """README's first snippet with its blanks filled in, run with the contents of the built wheel."""
     (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(), re.DOTALL)[:1]
     for blank, filled in BLANKS:
         assert code.count(blank) == 1, f"README's first snippet has changed: {blank!r}"
@@ -119,7 +119,7 @@ class _Start:
 
 
 def _works_at(program: "subprocess.Popen[str]") -> float:
-    """When its work has run first, on the machine's monotonic clock."""
+    """When the program's work first ran, on the machine's monotonic clock."""
     assert program.stdout is not None
     return float(program.stdout.readline())
 

@@ -1,5 +1,5 @@
-"""One driver for every lock server: raw requests over plain sockets, the same number of connections, one request under
-way on each. So the client costs all of them the same, and the servers are compared.
+"""One client for all lock servers: it sends raw requests over plain sockets, over the same number of connections, one
+request at a time on each. So the client costs the same with every server, and only the servers differ.
 
 Imports the standard library and uvloop.
 """
@@ -22,7 +22,7 @@ _LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 class Rival:
-    """How a lock is asked for and given back."""
+    """How to acquire and release a lock on one kind of server."""
 
     port: int
 
@@ -33,11 +33,11 @@ class Rival:
         raise NotImplementedError
 
     def whole(self, data: bytes) -> bool:
-        """Whether all of an answer is there."""
+        """Whether the data is a complete answer."""
         raise NotImplementedError
 
     def check(self, data: bytes) -> None:
-        """Raises unless it was granted, or released."""
+        """Raise unless the answer is a grant or a release."""
         raise NotImplementedError
 
 
@@ -73,7 +73,7 @@ class Ours(_Http):
 
 
 class Etcd(_Http):
-    """Its lock API makes a lease for each lock."""
+    """etcd, whose lock API needs a new lease for each lock."""
 
     def acquire(self, name: str) -> bytes:
         return self.post("/v3/lock/lock", b'{"name":"%s"}' % base64.b64encode(name.encode()))
@@ -115,7 +115,7 @@ def _command(*words: str) -> bytes:
 
 
 class _Client(asyncio.Protocol):
-    """One connection: asks, hears, asks again, until the time is over."""
+    """One connection: sends a request, waits for the answer, and repeats until the time is over."""
 
     def __init__(self, rival: Rival, names: Callable[[], str], until: float, *, releases: bool) -> None:
         self._rival, self._names, self._until, self._releases = rival, names, until, releases
@@ -126,7 +126,7 @@ class _Client(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not of that class
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transports do not inherit from that class
         self._ask()
 
     def _ask(self) -> None:
@@ -161,8 +161,8 @@ class _Client(asyncio.Protocol):
 
 
 def rate(rival: Rival, prefix: str, connections: int, duration_s: float, *, releases: bool) -> float:
-    """Grants a second, in a loop of its own. With `releases` each connection takes one lock again and again; without,
-    each grant is of a new lock."""
+    """Grants per second, measured in a new event loop. With `releases`, each connection acquires and releases the same
+    lock again and again; without, each grant is of a new lock."""
     return uvloop.run(_rate(rival, prefix, connections, duration_s, releases=releases))
 
 

@@ -1,4 +1,4 @@
-"""The figures of many roles: how soon others lead what a node that ends has led, and what standing still costs."""
+"""The figures of many roles: how soon other nodes take over after a drain, and what a steady state costs."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ STEADY_S = 30.0
 
 
 class _Node:
-    """A `bench.roles_node`, and all that it has said."""
+    """A `bench.roles_node` process, and everything that it has printed."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name, self.process = name, process
@@ -63,7 +63,7 @@ class _Node:
 
 @contextlib.asynccontextmanager
 async def _nodes(dsn: str) -> AsyncIterator[Any]:
-    """Starts nodes; those which still run are ended with the figure."""
+    """Yields a function that starts nodes. Ends the nodes that still run at the end."""
     started: list[_Node] = []
 
     async def start(name: str, **options: Any) -> _Node:
@@ -93,7 +93,7 @@ async def _nodes(dsn: str) -> AsyncIterator[Any]:
 
 
 async def drain(dsn: str) -> Figure:
-    """Three nodes, three roles that are worked for, SIGTERM on the leader of all: until all three gates are open."""
+    """Three nodes, three roles with work: the time from SIGTERM to the leader of all until all three gates are open."""
     options = {"roles": DRAINED_ROLES, "works": True, "namespace": "bench-drain"}
     took: list[float] = []
     async with _nodes(dsn) as (start, _):
@@ -102,13 +102,13 @@ async def drain(dsn: str) -> Figure:
         for number in range(DRAINS):
             others = [await start(f"node-{number}-{which}", **options) for which in "ab"]
             await asyncio.gather(*(other.says("seen", role=role) for other in others for role in DRAINED_ROLES))
-            await asyncio.sleep(1.0)  # standbys that have looked around, as they would have in real life
+            await asyncio.sleep(1.0)  # give the standbys time to see the leader, as in production
             asked_at = time.monotonic()
             leader.process.send_signal(signal.SIGTERM)
             opened = await asyncio.gather(*(_opens(others, role, asked_at) for role in DRAINED_ROLES))
             took.append(max(opened) - asked_at)
             await leader.process.wait()
-            # The second of them leaves its roles to the first, which leads all of them then.
+            # End the second one, too: then the first leads all roles.
             leader, second = others
             second.process.send_signal(signal.SIGTERM)
             await second.process.wait()
@@ -124,7 +124,7 @@ async def drain(dsn: str) -> Figure:
 
 
 async def _opens(nodes: list[_Node], role: str, since: float) -> float:
-    """When the first of them may act for the role."""
+    """When the first of these nodes may act for the role."""
     waits = [asyncio.ensure_future(node.says("open", since, role=role)) for node in nodes]
     done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for wait in pending:
@@ -133,10 +133,10 @@ async def _opens(nodes: list[_Node], role: str, since: float) -> float:
 
 
 async def steady(dsn: str) -> list[Figure]:
-    """A thousand roles shared out between five nodes, and nothing happens: connections, statements, processor."""
+    """A thousand roles shared by five nodes in a steady state: connections, statements, CPU."""
     namespace = "bench-steady"
     async with _nodes(dsn) as (start, admin):
-        # One role first, so that all of them are there when the thousand are shared out.
+        # Begin with one role, so that all nodes are running when the thousand roles are shared.
         options = {"roles": ["first"], "balance": True, "namespace": namespace}
         nodes = [await start(f"steady-{number}", **options) for number in range(NODES)]
         for node in nodes:
@@ -187,7 +187,7 @@ async def steady(dsn: str) -> list[Figure]:
 
 
 async def _settled(admin: Any, namespace: str) -> None:
-    """Every role is led, and no term has begun for a while."""
+    """Wait until every role is led, and no term has begun for a while."""
     query = (
         "SELECT count(*) FILTER (WHERE ended_at IS NULL), extract(epoch FROM clock_timestamp() - max(began_at))"
         " FROM pgleaderlock.terms WHERE namespace = %s"
@@ -201,14 +201,14 @@ async def _settled(admin: Any, namespace: str) -> None:
 
 
 async def _connections(admin: Any, nodes: list[_Node]) -> float:
-    """The most that one of them has."""
+    """The most connections that one of the nodes has."""
     query = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE %s"
     found = [await (await admin.execute(query, (f"% {node.name} %",))).fetchall() for node in nodes]
     return float(max(count for ((count,),) in found))
 
 
 async def _committed(admin: Any) -> int:
-    """The transactions of this database so far: each statement of a node is one."""
+    """The transactions of this database so far. Each statement of a node is one transaction."""
     query = "SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()"
     ((committed,),) = await (await admin.execute(query)).fetchall()
     return int(committed)

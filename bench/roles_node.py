@@ -1,11 +1,11 @@
-"""A node of many roles as a process of its own, for the figures of drain and of steady state.
+"""A node of many roles in a separate process, for the figures of drain and of steady state.
 
     python -m bench.roles_node DSN NODE OPTIONS_AS_JSON
 
-OPTIONS are those of `LeaderElection`, with `roles`, and `works`: for each role it then commits fenced writes without
-end, inside `acting()`. Says on the machine's monotonic clock when a gate opens or another's term is seen. SIGTERM is a
-drain of everything, then the end. On its standard input it obeys `add N` (so many more roles), `begin` (count from now
-on) and `end` (say how much was counted), and ends when that closes.
+OPTIONS are those of `LeaderElection`, with `roles`, and `works`: with it, the node commits fenced writes for each role
+all the time, inside `acting()`. It prints, by the machine's monotonic clock, when a gate opens or when it sees another
+node's term. On SIGTERM it drains every role and ends. On its standard input it obeys `add N` (add N roles), `begin`
+(count from now on) and `end` (print the counts), and it ends when that closes.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Counted:
         async def counted_tick(engine: Engine) -> None:
             self._in_tick = 0
             await tick(engine)
-            self.ticks += bool(self._in_tick)  # one that sends nothing is none to the server
+            self.ticks += bool(self._in_tick)  # a tick that sends nothing costs the server nothing
             self.most = max(self.most, self._in_tick)
 
         async def counted_execute(session: DedicatedSession, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The figures of the lock server: durable grants a second, alone and beside its peers, and the client's own cycle."""
+"""The figures of the lock server: durable grants per second, alone and against its peers, and a client's cycle."""
 
 import asyncio
 import resource
@@ -37,12 +37,12 @@ SETTLED_S = 3.0
 PEER_BLOCKS = 12
 PEER_BLOCK_S = 0.5
 PEER_LIMITS = ((1, True, 1.0), (1, False, 1.0), (CONNECTIONS, True, 0.5), (CONNECTIONS, False, 1.0))
-"""Connections, whether each lock is given back, and how many times the rate of Redis with fencing we want to have."""
+"""Connections, whether each lock is released, and the lower bound of our rate over that of Redis with fencing."""
 PG_CLIENTS = 64
 PG_BLOCKS = 5
 PG_BLOCK_S = 2
 
-# Each request takes a lock of its own, so every answer is a grant; `base` keeps the blocks apart.
+# Each request acquires a new lock, so every answer is a grant; `base` keeps the names of the blocks apart.
 _ACQUIRE = """
 local n = 0
 wrk.method = "POST"
@@ -91,10 +91,10 @@ end
 
 
 async def acquire(_dsn: str) -> list[Figure]:
-    """Durable grants through HTTP: one a request, fifty a request, and etcd's lock API, in blocks that alternate."""
+    """Durable grants through HTTP: one per request, fifty per request, and etcd's lock API, in alternating blocks."""
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         store = f"sqlite:///{folder}/locks.db"
-        # The batches alone make more than a million of them.
+        # The batches alone create more than a million locks.
         async with lock_server(store, "--max-locks", "100000000") as (url, _pid), etcd() as (etcd_url, _):
             sides = {
                 "single": lambda block: Wrk(_ACQUIRE % (TTL_MS, f"a{block}")).run(url, CONNECTIONS, BLOCK_S),
@@ -129,7 +129,7 @@ async def acquire(_dsn: str) -> list[Figure]:
 
 
 async def postgres(dsn: str) -> Figure:
-    """Acquires through the PostgreSQL store, and pgbench sending its very statement, in blocks that alternate."""
+    """Acquires through the PostgreSQL store, against pgbench with the same statement, in alternating blocks."""
     store = PostgresStore(dsn)
     await store.open()
     try:
@@ -177,7 +177,7 @@ async def _store_rate(store: Store, prefix: str) -> float:
 
 
 async def cycle(_dsn: str) -> Figure:
-    """Acquire and release, one blocking client after the other in turns: ours, and redis-py's Lock."""
+    """Acquire and release with a blocking client: ours, against redis-py's Lock, in turns."""
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         async with lock_server(f"sqlite:///{folder}/locks.db") as (url, _pid), redis() as (port, _):
 
@@ -214,8 +214,8 @@ async def cycle(_dsn: str) -> Figure:
 
 
 async def peers(_dsn: str) -> list[Figure]:
-    """Every peer that is as durable as we are, in blocks that alternate: one connection and many, a lock that is taken
-    and given back, and locks that are new. The limits are those against Redis with fencing tokens."""
+    """All peers, as durable as we are, in alternating blocks: with one connection and with many, with one lock that is
+    acquired and released, and with new locks. The limits are those against Redis with fencing tokens."""
     figures = []
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         store = f"sqlite:///{folder}/locks.db"
@@ -260,7 +260,7 @@ async def peers(_dsn: str) -> list[Figure]:
 def _peer(
     each: rivals.Rival, pid: int, cpu_us: list[float], *, prefix: str, connections: int, releases: bool
 ) -> Callable[[int], Awaitable[float]]:
-    """One side's blocks. Also notes the server's CPU time per grant, which a busy machine changes less than a rate."""
+    """The blocks of one side. Also records the server's CPU time per grant: other load affects it less than a rate."""
     name = type(each).__name__ + ("f" if getattr(each, "_fenced", False) else "")
 
     async def block(number: int) -> float:
@@ -280,12 +280,12 @@ def _cpu_s(pid: int) -> float:
 
 
 async def many_locks(_dsn: str) -> list[Figure]:
-    """An acquire beside a thousand stored locks, and beside a million; and what the million cost in memory."""
+    """An acquire beside a thousand stored locks, and beside a million; and the memory that the million take."""
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as folder:
         few = await _opened(Path(folder) / "few.db", FEW)
         before = psutil.Process().memory_info().rss
         many = await _opened(Path(folder) / "many.db", MANY)
-        await asyncio.sleep(SETTLED_S)  # beside them, and not behind the disk that still copies their log
+        await asyncio.sleep(SETTLED_S)  # let the stores finish copying their logs first
         try:
             took: dict[str, list[float]] = {"few": [], "many": []}
             for probe in range(PROBES):

@@ -27,7 +27,7 @@ FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND pid <> pg_backend_pid()
 
 
 async def standbys(_: str) -> Figure:
-    """Standbys that wait at the server, against those that try once a second, on a server of their own."""
+    """Standbys that wait at the server, against those that try once a second, on a separate server."""
     with _many_descriptors(), _server() as server:
         waiting = [await _cost(server, count, None) for count in COUNTS]
         trying = [await _cost(server, count, 0.0) for count in COUNTS]
@@ -48,7 +48,7 @@ async def standbys(_: str) -> Figure:
 
 @contextlib.contextmanager
 def _many_descriptors() -> Iterator[None]:
-    """Each lock has three."""
+    """Raise the limit of open files: each lock needs three descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, hard), hard))
     try:
@@ -60,14 +60,14 @@ def _many_descriptors() -> Iterator[None]:
 @contextlib.contextmanager
 def _server() -> Iterator[EmbeddedPostgres]:
     with tempfile.TemporaryDirectory(prefix="pgl-standbys-", dir="/tmp") as folder:
-        Path(folder).chmod(0o711)  # the server's account must be able to pass through
+        Path(folder).chmod(0o711)  # the server's account needs access to what is inside
         settings = {"max_connections": str(max(COUNTS) + 20)}
         with EmbeddedPostgres(Path(folder) / "pg", port=0, settings=settings) as server:
             yield server
 
 
 async def _cost(server: EmbeddedPostgres, count: int, standby_wait_s: float | None) -> tuple[float, float]:
-    """The server's CPU in percent of a core, and the oldest snapshot that was seen, while so many stand by."""
+    """The server's CPU in percent of a core, and the age of the oldest snapshot seen, while so many standbys wait."""
     name = f"bench-standbys-{count}-{standby_wait_s}"
     starts = asyncio.Semaphore(STARTS_AT_ONCE)
     async with contextlib.AsyncExitStack() as running:
@@ -100,7 +100,7 @@ async def _stands_by(lock: LeaderLock, starts: asyncio.Semaphore) -> None:
 
 
 def _cpu_s(server: EmbeddedPostgres) -> float:
-    """The CPU time of the postmaster and of all that it has started and that still runs."""
+    """The CPU time of the postmaster and of its children that still run."""
     parent = server.postmaster_pid
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     spent_ns = 0

@@ -1,6 +1,6 @@
 """The figures of the command line: how long it takes to answer, against the import of the database driver alone.
 
-Each is a new process, in turns. The quickest of each counts: whatever else runs on the machine only adds.
+Each call is a new process, in turns. The quickest counts, because other load on the machine can only add time.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ PROGRAM = ("-m", "pgleaderlock")
 async def startup(dsn: str) -> list[Figure]:
     """`--help` and `status`, from the start of the process to its end."""
     with tempfile.TemporaryDirectory(prefix="pgl-bench-") as compiled:
-        # As after an installation: compiled once, by the first block, whatever the environment says.
+        # As after an installation: the first block writes the bytecode, whatever the environment says.
         env = {**os.environ, "PYTHONPYCACHEPREFIX": compiled, "PYTHONDONTWRITEBYTECODE": ""}
         took = await in_turns(
             {

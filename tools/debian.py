@@ -1,6 +1,6 @@
-"""Debian's tools that tests and figures need, unpacked below .deps: no root, nothing installed.
+"""Unpacks Debian's tools for tests and benchmarks below .deps: it needs no root, and installs nothing.
 
-`provide("pgbouncer")` gives the program and the environment to run it in. Packages are fetched once, under a lock,
+`provide("pgbouncer")` returns the program and the environment to run it in. Packages are fetched once, under a lock,
 because test processes run side by side. Run as a script (`make test-deps`), it fetches everything beforehand.
 
 Imports the standard library. Must never install anything, and never look at PATH for the tool itself: a machine's own
@@ -24,10 +24,10 @@ ROOT = DEPS / "root"
 ARCHIVES = DEPS / "archives"
 APT = DEPS / "apt"
 FETCH_TIMEOUT_S = 90.0
-# Packages of packages: a tool's libraries, and theirs. More than that would be a whole distribution.
+# A tool's libraries, and the libraries of these. A greater depth would fetch a whole distribution.
 DEPTH_MAX = 2
 
-# Where each tool lies, and the packages that it comes in.
+# The path of each tool, and the packages that contain it.
 TOOLS = {
     "pgbouncer": ("usr/sbin/pgbouncer", ("pgbouncer",)),
     "wrk": ("usr/bin/wrk", ("wrk",)),
@@ -43,7 +43,7 @@ TOOLS = {
 
 
 class FetchError(Exception):
-    """The tool cannot be had on this machine."""
+    """The tool cannot be provided on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Tool:
     env: dict[str, str]
 
     def copied_to(self, folder: Path) -> "Tool":
-        """The program and its libraries in another place, for an account that cannot reach this one."""
+        """Copy the program and its libraries to a folder, for an account that has no access to this one."""
         listed = re.findall(r"=> (/\S+)", _output(["ldd", str(self.path)], env=self.env))
         libraries = [Path(path) for path in listed if Path(path).is_relative_to(ROOT)]
         for path in (self.path, *libraries):
@@ -82,7 +82,7 @@ def provide(name: str) -> Tool:
                 break
             for package in packages:
                 _unpack_libraries_of(package, depth)
-            # The environment names the folders of the libraries, of which there are more now.
+            # Build the environment anew: it names the folders of the libraries, and there are more now.
             tool = Tool(program, _environment())
             missing = _missing_libraries(tool)
     if missing:

@@ -1,9 +1,8 @@
 """The pictures of docs/dashboard.md, taken in Debian's Chromium of pages with made-up figures: `make screenshots`.
 
 `--states FOLDER` takes every page in three widths and two colour schemes, and the page of the leaders in every state of
-a role: to be looked at, not kept. `--measure` takes no pictures and prints how soon a page of a thousand
-roles and a hundred thousand terms is painted, how many elements it has, and how much memory it takes while somebody
-scrolls through it.
+a role: for a review, not for the repository. `--measure` takes no pictures. It prints how soon a page of a thousand
+roles and a hundred thousand terms is painted, how many elements it has, and how much memory it takes while it scrolls.
 
 Imports the tests' browser and stand-in: run it with the folder `tests` on the path, as the Makefile does.
 """
@@ -52,7 +51,7 @@ SIZES = ((360, 780), (1280, 860), (2560, 1000))
 SCHEMES = ("light", "dark")
 PAGES = ("/history", "/incidents", "/slots", "/events", "/nodes", "/locks")
 AS_LOADED = ("/incidents", "/slots")  # they show the moment when they were loaded
-# How the words of `history` read for each state: why nobody may act, and what to run next.
+# The texts of `history` for each state: why no node may act, and which command to run next.
 STATES: dict[str, tuple[str, str]] = {
     "nobody": ("eu-west-1b was lost; no node that would lead is alive", "pgleaderlock nodes"),
     "drained": (
@@ -83,7 +82,7 @@ UNLED = {"nobody", "drained", "retired"}
 
 
 def in_state(board: StandIn, name: str) -> None:
-    """Every role is in this state."""
+    """Put every role into this state."""
     night(board)
     why, command = STATES[name]
     state = {**dict.fromkeys(UNLED, "nobody"), "stale": "acting"}.get(name, name)
@@ -122,7 +121,7 @@ def take_states(browser: Browser, folder: Path) -> None:
 
 
 def night(board: StandIn) -> None:
-    """A night with a crash, a rolling restart and one role that nobody leads."""
+    """A night with a crash, a rolling restart and one role that no node leads."""
     chance = random.Random(7)
     now = now_ms()
     crash, restart = now - 21 * MINUTE_MS, now - 47 * MINUTE_MS
@@ -224,7 +223,7 @@ def _incidents(board: StandIn, crash: int, restart: int) -> None:
 
 
 def _slots(board: StandIn, now: int) -> None:
-    """One after the other: what runs, what went well, what failed, and what was lost with its node."""
+    """One slot of each kind: running, done, failed, and lost with its node."""
     hour = now - now % HOUR_MS
     usual = {"began_ms": hour + 1200, "ended_ms": hour + 74_000, "took_ms": 72_800, "attempts": 1, "detail": None}
     lost = {"node_id": "eu-west-1b", "state": "lost", "attempts": 2, "took_ms": None, "ended_ms": None}
@@ -247,7 +246,8 @@ def _locks(board: StandIn, chance: random.Random) -> None:
         )
 
 
-# As much as the pages promise to carry: a thousand roles with a hundred terms each, of nine nodes, over a day.
+# The largest installation that the pages promise to show: a thousand roles with a hundred terms each, of nine nodes,
+# over a day.
 ROLES_MANY, TERMS_EACH, LOCKS_MANY = 1000, 100, 100_000
 _CROWD = """
 INSERT INTO pgleaderlock.leaders (namespace, role, key1, key2, epoch, session_id, ended, acquired_at, wait_t)
@@ -273,7 +273,7 @@ def crowd(book: Book) -> None:
 
 
 def settled(page: Page) -> None:
-    """Until the page is live, and all that is in sight has come."""
+    """Wait until the page is live and everything in view has loaded."""
     until(page, "document.body.dataset.live === 'live'")
     until(page, "document.getElementById('facts').textContent !== ''")
     until(page, "![...document.querySelectorAll('.lane')].some((lane) => lane.dataset.state !== 'there')")
@@ -299,7 +299,7 @@ def take(browser: Browser, names: list[str]) -> None:
 
 
 def _zoomed(page: Page) -> None:
-    """The minutes around the crash, and the words for what is under the focus."""
+    """Zoom to the minutes around the crash, and show the text for the element in focus."""
     page.get_by_role("button", name="15 min").click()
     page.get_by_role("button", name="Earlier").click()
     page.get_by_role("button", name="Earlier").click()
@@ -352,7 +352,7 @@ def _scroll(page: Page) -> None:
         )
 
 
-# From top to bottom in steps; gives the time between frames.
+# Scrolls from top to bottom in steps; returns the times between frames.
 SCROLL = """
 async () => {
   const frames = [];

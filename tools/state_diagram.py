@@ -46,7 +46,7 @@ def table() -> str:
 
 
 def drawn(page: str) -> str:
-    """The page with what stands between its markers drawn anew."""
+    """The page, with a new drawing between its markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -31,7 +31,7 @@ __all__ = ["Alert", "Expected", "default_alerts", "from_rule", "merged", "misrea
 
 FOREIGN_PREFIX = "forge_leader_"
 GROUP = "pgleaderlock"
-# How long a role is remembered after the last node that had it has gone, unless the role is named.
+# How long an unnamed role is remembered after its last node has gone.
 MEMORY_S = 3_600.0
 # The page that says what to do. `--runbooks` gives another one.
 RUNBOOKS = "docs/runbooks.md"
@@ -47,7 +47,7 @@ _TOKEN = re.compile(
     re.ASCII,
 )
 _CLOSES = {")": "(", "}": "{", "]": "["}
-# After these words and signs something has to follow.
+# The words and signs after which a condition must go on.
 _BINARY = frozenset(
     (
         "==",
@@ -181,7 +181,7 @@ def _frequent_failovers(usual: Expected) -> Alert:
     return Alert(
         "PgleaderlockFrequentFailovers",
         # A node that wins its own lost role again is not a failover, but has lost a term. Losses and failovers are not
-        # added, because many a loss is both. The alert names the node if the same one has lost all of them.
+        # added, because many losses are failovers as well. The alert names the node if it alone has lost too many.
         f" or on ({_ROLE}) ".join([by_one_node, too_many("failovers_total"), by_several]),
         0.0,
         "warning",

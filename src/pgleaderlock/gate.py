@@ -338,7 +338,7 @@ class LeaderGate:
     def _note(self, now: float) -> None:
         """Update from and until when the term could act, by the opening that is visible."""
         opens_at, deadline, _ = self._visible
-        from_at = max(opens_at, self._visible_since)  # a veto may have been lifted behind the deadline
+        from_at = max(opens_at, self._visible_since)  # a veto may have been lifted after the deadline
         if from_at <= now and from_at < deadline:
             self._opened_at = from_at if self._opened_at is None else self._opened_at
             self._acted_until = min(now, deadline)

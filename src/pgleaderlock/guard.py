@@ -1,4 +1,4 @@
-"""One-shot leadership: try once, and get a guard or a clear no.
+"""One-shot leadership: try once, and get a guard or an error.
 
 For services that leave retrying to Kubernetes, systemd or cron. `acquire_leadership` sends one statement over your
 connection: it neither waits nor retries. `acquire_leadership_with_retry` and `acquire_leadership_blocking` do, on a

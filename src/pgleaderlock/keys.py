@@ -90,7 +90,7 @@ def _check_integer(what: str, value: object, low: int, high: int) -> None:
 
 
 def check_text(what: str, text: str) -> bytes:
-    """What names a lock or a slot, encoded; or a `ConfigurationError` if that cannot be."""
+    """The UTF-8 bytes of a text that names a lock or a slot; a `ConfigurationError` if it cannot be a name."""
     if not text:
         raise ConfigurationError(f"{what} must not be empty")
     if "\0" in text:

@@ -5,7 +5,7 @@ elsewhere until it notices. `is_leader` limits that to a trust window of health_
 last successful probe was sent. If nothing may be done twice, use an election, with its epochs and gates.
 
 What it promises: at most one session of a database holds the lock. A silent leader loses it at the server after
-`session_lease_s`. The end of the session is noticed when the socket closes.
+`session_lease_s`. This node notices the end of its session when the socket closes.
 """
 
 import asyncio
@@ -102,8 +102,8 @@ class LeaderLock:
             health_interval_s: The time between two probes of a leader's session, in seconds. Default: 5.
             health_timeout_s: The longest time for the answer to any statement, in seconds. Default: None, for
                 health_interval_s.
-            reconnect_grace_s: How long a lost session may be replaced before `on_lost` is told, in seconds. Default:
-                None, for no grace.
+            reconnect_grace_s: How long to try to replace a lost session before `on_lost` is called, in seconds.
+                Default: None, for no grace.
             session_lease_s: How long the server keeps the lock of a silent leader, in seconds. It must be longer
                 than health_interval_s + health_timeout_s. Default: None, for three times health_interval_s.
             standby_wait_s: How long an attempt after the first waits at the server for the lock, in seconds; 0 only

@@ -1,6 +1,6 @@
-"""The Helm chart of `examples/deploy/chart`, rendered: `make manifests` writes what it says into kubernetes.yaml.
+"""Renders the Helm chart of `examples/deploy/chart`: `make manifests` writes the result into kubernetes.yaml.
 
-The templates are executed by Go's own engine (`render.go`), with those of Helm's functions that the chart uses.
+Go's own engine (`render.go`) executes the templates, with those of Helm's functions that the chart uses.
 """
 
 import json
@@ -27,7 +27,7 @@ _HEAD = f"""\
 
 
 def rendered(values: Mapping[str, Any] | None = None, release: str = RELEASE) -> str:
-    """What the chart says with these values in place of its own. Raises what fetching or running Go fails with."""
+    """The manifests of the chart, with these values over its own. Raises the errors of fetching and running Go."""
     go = provide("go")
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     own = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -57,7 +57,7 @@ def manifests() -> str:
 
 
 def _merged(own: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """As Helm does: tables are merged, all else is replaced."""
+    """Merge values as Helm does: tables are merged, other values are replaced."""
     found = dict(own)
     for name, value in given.items():
         old = found.get(name)

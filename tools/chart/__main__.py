@@ -1,4 +1,4 @@
-"""`make manifests`: the rules that the chart brings along, then what the chart says."""
+"""`make manifests`: writes the alerting rules of the chart, then the rendered chart."""
 
 from pgleaderlock.alerts import default_alerts, rules_yaml
 from tools.chart import MANIFESTS, RULES, manifests

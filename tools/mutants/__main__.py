@@ -5,17 +5,18 @@ names the tests that must notice. For every mutant the source is copied to a tem
 there, and just those tests run against the copy: at least one must fail. The same tests must pass on a copy without a
 defect, so that a test which fails anyway proves nothing here.
 
-Some mutants are written by hand (`planted.py`), most are generated (`generated.py`): of each function on which safety
-depends, every small change that a generator knows. One that nobody could notice is explained in `equivalent.toml`.
+Some mutants are written by hand (`planted.py`), most are generated (`generated.py`): every small change that a
+generator knows, in each function on which safety depends. `equivalent.toml` explains each mutant that no test can
+notice.
 
     python -m tools.mutants                 all of them
     python -m tools.mutants TEXT …          those with one of these texts in their names
-    python -m tools.mutants --list          what there is
+    python -m tools.mutants --list          the names of the mutants
     python -m tools.mutants --resume        all but those that were caught by an earlier, interrupted run
-    python -m tools.mutants --explained     those that are explained: a test that catches one shows that it is a defect
+    python -m tools.mutants --explained     the explained ones: if a test catches one, it is a defect after all
 
-Exit code 1 if a mutant survives without an explanation, if its text no longer applies (the code has moved on: adapt the
-mutant), if an explanation is of no mutant, or if a test fails on the sound source. Imports the standard library only.
+Exit code 1 if a mutant survives without an explanation, if its text is no longer in the code (adapt the mutant), if an
+explanation has no mutant, or if a test fails on the sound source. Imports the standard library only.
 """
 
 import argparse
@@ -37,7 +38,7 @@ JOBS = 2
 
 
 class _Caught:
-    """Which mutants were caught, of which source: a run that was interrupted need not begin anew."""
+    """Records which mutants were caught, and in which source, so that an interrupted run can be resumed."""
 
     def __init__(self, *, resume: bool) -> None:
         sources = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".sql"))
@@ -52,7 +53,7 @@ class _Caught:
         return mutant.name in self._names
 
     def add(self, mutant: Mutant) -> None:
-        """Beside what another run may have written meanwhile."""
+        """Add the mutant to the file, and keep what another run may have written meanwhile."""
         CAUGHT.write_text(json.dumps({self._source: [*self._read(), mutant.name]}))
 
 
@@ -94,7 +95,7 @@ def _options() -> argparse.Namespace:
 
 
 def _run(mutants: Sequence[Mutant], jobs: int, caught: _Caught) -> "Counter[str] | None":
-    """How many there were of each kind; None if the tests fail on the sound source."""
+    """How many verdicts of each kind there were; None if the tests fail on the sound source."""
     with ThreadPoolExecutor(jobs) as pool:
         selections = list(dict.fromkeys(mutant.tests for mutant in mutants))
         try:

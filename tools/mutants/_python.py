@@ -1,7 +1,7 @@
-"""Defects in Python: what can be wrong in one function, one small change at a time.
+"""Generates defects in Python: the small changes of one function, each a mutant.
 
-The tree names the places; the change is made in the text, so that the rest of the file stays as it is. Imports the
-standard library only.
+The syntax tree gives the places. The change is made in the text, so that the rest of the file stays as it is. Imports
+the standard library only.
 """
 
 import ast
@@ -15,7 +15,7 @@ from tools.mutants.model import Site
 
 __all__ = ["parsed", "sites"]
 
-# What tells somebody, and decides nothing.
+# Calls that report to observers or the log, and decide nothing.
 TELLING = (".notify(", "log.warning(", "log.error(")
 
 _COMPARED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
@@ -41,10 +41,10 @@ _LATER_S = 60.0
 
 
 def parsed(source: str) -> ast.Module:
-    """The tree of a source.
+    """The syntax tree of a source, parsed without a garbage collection.
 
-    Without a collection of garbage meanwhile. In CPython 3.11, a finalizer that parses too, as the printing of a
-    traceback does, makes the outer call fail with "AST constructor recursion depth mismatch".
+    In CPython 3.11, a finalizer that parses as well, as the printing of a traceback does, makes the outer call fail
+    with "AST constructor recursion depth mismatch".
     """
     collects = gc.isenabled()
     gc.disable()
@@ -56,7 +56,7 @@ def parsed(source: str) -> ast.Module:
 
 
 class _Text:
-    """A source whose places are counted as `ast` does, in bytes of a line, and wanted in characters."""
+    """A source, with places converted from the byte columns of `ast` to characters of the text."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -84,7 +84,7 @@ def sites(source: str, function: str) -> Iterator[Site]:
     begin -= node.col_offset
     for place, operator, new in _changes(node, text):
         start, end = text.span(place)
-        # It must be Python still, or this is no defect but a mistake of ours.
+        # The result must still be Python; otherwise the generator is wrong.
         parsed(textwrap.dedent(source[begin:start] + new + source[end:end_of_function]))
         yield Site(operator, start, end, new)
 
@@ -111,7 +111,7 @@ def _changes(node: ast.AST, text: _Text) -> Iterator[Change]:
             yield from _of_expression(child, text)
         tests = [child.test] if isinstance(child, ast.If | ast.While | ast.IfExp) else getattr(child, "ifs", [])
         for test in tests:
-            # The others are changed for themselves, and `while True` is no question.
+            # Comparisons, `not`, `and` and `or` have their own changes, and `while True` is no condition.
             if not isinstance(test, ast.Compare | ast.UnaryOp | ast.BoolOp | ast.Constant):
                 yield test, "negate", f"not ({text.of(test)})"
         yield from _changes(child, text)
@@ -124,7 +124,7 @@ def _only_tells(node: ast.stmt, text: _Text) -> bool:
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """What of a node's parts is worth a change: no annotations, no texts, no docstring, nothing that only tells."""
+    """The parts of a node that are worth a change: no annotations, no texts, no docstrings."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "args", "decorator_list") and isinstance(node, ast.stmt | ast.arg):
             continue
@@ -163,7 +163,7 @@ def _of_expression(node: ast.expr, text: _Text) -> Iterator[Change]:
                     yield node, "compare", ast.unparse(changed)
         case ast.BoolOp():
             for value in node.values:
-                if not isinstance(value, ast.Constant | ast.Tuple):  # `… or 0` is for one case, and `0` is none
+                if not isinstance(value, ast.Constant | ast.Tuple):  # the `0` of `… or 0` is no condition
                     yield value, "drop-term", repr(isinstance(node.op, ast.And))
         case ast.UnaryOp(op=ast.Not()):
             yield node, "negate", f"({text.of(node.operand)})"

@@ -1,8 +1,8 @@
-"""Defects in SQL: what can be wrong in one function of the ledger, or in one named statement.
+"""Generates defects in SQL: the small changes of one function of the ledger, or of one named statement.
 
-No grammar, only what the package's own SQL looks like: its tokens, with the depth of parentheses and CASEs, the
-conditions behind WHERE, ON, WHEN and IF with their terms, the items of SET, and the statements of PL/pgSQL. Imports the
-standard library only.
+It has no grammar, and knows only the form of the package's own SQL: its tokens, with the depth of parentheses and
+CASEs, the conditions behind WHERE, ON, WHEN and IF with their terms, the items of SET, and the statements of PL/pgSQL.
+Imports the standard library only.
 """
 
 import re
@@ -63,13 +63,13 @@ class _Body:
         return self.source[tokens[0].start : tokens[-1].end]
 
 
-# --- Where it is
+# --- Where the function is
 
 
 def latest_definition(migrations: Path, function: str) -> tuple[Path, int, int]:
-    """The file of the migrations that defines it last, and where its body is: an earlier one is replaced.
+    """The last migration that defines the function, and where its body is: that one replaces earlier definitions.
 
-    What a later file has renamed was defined before that, under its old name.
+    A function that a later migration has renamed was defined before, under its old name.
     """
     renamed = re.compile(rf"ALTER FUNCTION pgleaderlock\.(\w+)\([^;]*\) RENAME TO {re.escape(function)};")
     for path in sorted(migrations.glob("*.sql"), reverse=True):
@@ -132,7 +132,7 @@ def _of_conditions(body: _Body) -> Iterator[Site]:
 
 
 def _until(tokens: Sequence[_Token], depth: int) -> Sequence[_Token]:
-    """A condition: up to where something else begins."""
+    """The tokens of a condition: up to the first token that ends it."""
     cases = 0
     for place, token in enumerate(tokens):
         distinct = place > 0 and tokens[place - 1].text == "DISTINCT"
@@ -207,7 +207,7 @@ def _end_of_row_lock(tokens: Sequence[_Token]) -> int:
 
 
 def _of_sets(body: _Body) -> Iterator[Site]:
-    """One assignment of several is left out."""
+    """Leave out one assignment of several."""
     for at, token in enumerate(body.tokens):
         if token.text != "SET":
             continue
@@ -231,7 +231,7 @@ def _of_sets(body: _Body) -> Iterator[Site]:
 
 
 def _of_statements(body: _Body) -> Iterator[Site]:
-    """A statement of PL/pgSQL does nothing."""
+    """Leave out a statement of PL/pgSQL."""
     for at, token in enumerate(body.tokens[1:], 1):
         if token.depth or body.tokens[at - 1].text not in _BEFORE_A_STATEMENT:
             continue

@@ -1,8 +1,8 @@
-"""Where the generators look for what can be wrong, which tests are responsible for it, and what is no defect.
+"""The targets of the generators, the tests that must notice a defect in each, and the changes that are no defects.
 
 A target is one function, and names the tests that must notice: the quick ones first. Of the functions in the ledger's
-migrations only the last definition counts. A mutant that changes nothing anybody could notice is explained in
-`equivalent.toml`, by its name. A name says file, function, kind of change, and the text before and after, so that it
+migrations only the last definition counts. `equivalent.toml` explains, by name, each mutant that no test can notice. A
+name says file, function, kind of change, and the text before and after, so that it
 stays the same while that text does, wherever it moves.
 """
 
@@ -25,7 +25,7 @@ NAME_LENGTH = 80
 RULE: Tests = ("tests/election/test_role_rule.py",)
 GATE: Tests = (
     "tests/election/test_gate.py",
-    # Half a minute of threads, for what no change of one line breaks.
+    # It takes half a minute, for a promise that no change of one line breaks.
     "--deselect=tests/election/test_gate.py::test_threads_that_ask_while_it_opens_and_shuts_never_see_half_of_a_term",
 )
 FSM: Tests = ("tests/lock/test_fsm.py",)
@@ -53,7 +53,7 @@ FENCED: Tests = ("tests/election/test_fence_rules.py",)
 
 
 def _tests(file: str, *names: str) -> Tests:
-    """Those of a file that are about one function: all of them would take a minute per mutant."""
+    """Those tests of a file that are about one function: all tests would take a minute per mutant."""
     return tuple(f"{file}::test_{name}" for name in names)
 
 
@@ -271,13 +271,13 @@ def generated() -> list[Mutant]:
 
 
 def reasons() -> dict[str, str]:
-    """Why a mutant is none: nobody could notice it."""
+    """The explained mutants, by name, each with the reason why no test can notice it."""
     table = tomllib.loads(Path(__file__).with_name("equivalent.toml").read_text())
     return {name: entry["reason"] for entry in table["equivalent"] for name in entry["mutants"]}
 
 
 def _short(text: str) -> str:
-    """On one line; of a long one its beginning, and a digest for the rest."""
+    """The text on one line; of a long text the beginning, and a digest of the rest."""
     line = " ".join(text.split())
     if len(line) <= NAME_LENGTH:
         return line

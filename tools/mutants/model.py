@@ -45,7 +45,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Site:
-    """One change of a text, found by a generator: what is put between two places."""
+    """One change of a text, found by a generator: the new text between two places."""
 
     operator: str
     start: int

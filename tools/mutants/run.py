@@ -1,4 +1,4 @@
-"""Runs the tests of mutants against copies of the source, and says what became of each.
+"""Runs the tests of mutants against copies of the source, and returns a verdict for each.
 
 The work tree is never changed: a copy comes before the installed package on the path. Imports the standard library.
 """
@@ -21,24 +21,24 @@ __all__ = ["Verdict", "baseline_s", "judge"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "pgleaderlock"
-# A mutant may well make a test hang; that counts as caught, but should not take the two minutes of the suite.
+# A mutant may make a test hang. That counts as caught, but must not take the suite's limit of two minutes.
 TEST_TIMEOUT_S = 60
 # How much longer than on the sound source the tests of a mutant may take. Generous: a busy machine must not count as a
 # test that failed, and a test that hangs ends by its own limit.
 RUN_TIMES_MAX = 10
 RUN_MIN_S = 300.0
 PYTEST_FAILED = 1
-# Only what the tests need: some plugins take longer to import than these tests to run.
+# Only the plugins that the tests need: some take longer to import than these tests to run.
 PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "mutant_guard", "no:cacheprovider")
 
-# To import pytest and the driver takes longer than most of these tests, so each run is forked from a process that has
-# them already. The package itself is imported by each for itself.
+# Importing pytest and the driver takes longer than most of these tests, so each run is forked from a process that has
+# imported them. Each run imports the package itself.
 _CHILDREN = multiprocessing.get_context("forkserver")
 _CHILDREN.set_forkserver_preload(["pytest", "psycopg", "asyncio", "unittest.mock"])
 OUTPUT = "output.txt"
 
-# Runs inside pytest: a mutant that is not what was imported would prove nothing. And nobody should wait 20 seconds for
-# what a mutant keeps from happening.
+# Runs inside pytest. It checks that the tests import the mutant, because they would prove nothing otherwise. It also
+# shortens the tests' waits, because a mutant may prevent what they wait for.
 GUARD = """
 import os
 from pathlib import Path
@@ -58,7 +58,7 @@ def pytest_collection_finish(session):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant: `caught` by the test of that name, or `survived`, or something that must not be."""
+    """The result for a mutant: `caught`, with the name of the test, `survived`, or `broken`."""
 
     kind: str
     detail: str
@@ -71,7 +71,7 @@ def _copy_of_the_source(changes: Sequence[Change]) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder).resolve()
         copy.chmod(0o755)  # the embedded server may run its helper as another user
-        shutil.copytree(ROOT / "src" / PACKAGE, copy / PACKAGE)  # with its bytecode: what is changed is newer
+        shutil.copytree(ROOT / "src" / PACKAGE, copy / PACKAGE)  # with its bytecode: a changed file is newer than it
         (copy / "mutant_guard.py").write_text(GUARD)
         for change in changes:
             change.plant(copy / PACKAGE)
@@ -99,7 +99,7 @@ def _in_child(copy: Path, tests: Tests) -> None:
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(copy))
     os.environ |= {
-        # For what the tests start themselves.
+        # For the processes that the tests start.
         "PYTHONPATH": os.pathsep.join([str(copy), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -126,7 +126,7 @@ def baseline_s(tests: Tests) -> float:
 
 
 def judge(mutant: Mutant, sound_s: float) -> Verdict:
-    """`sound_s` is how long its tests take on the sound source."""
+    """Run the mutant's tests on a copy with its defect. `sound_s` is how long they take on the sound source."""
     began = time.monotonic()
     try:
         with _copy_of_the_source(mutant.changes) as copy:
@@ -137,7 +137,7 @@ def judge(mutant: Mutant, sound_s: float) -> Verdict:
     if code == 0:
         return Verdict("survived", " ".join(mutant.tests), took_s)
     failed = _failures(output)
-    if not failed:  # not even in the collection, which a mutant may well break
+    if not failed:  # not even in the collection, which a mutant may break
         return Verdict("broken", f"the tests could not run (pytest's exit code {code}):\n{output[-2000:]}", took_s)
     if "psycopg.errors.SyntaxError" in output:
         return Verdict("broken", f"is no SQL:\n{output[-2000:]}", took_s)

@@ -186,7 +186,7 @@ def _unknown_section(key: str, value: object) -> tuple[str, str]:
 
 
 def _section(file: TomlFile, place: tuple[str, ...], found: Contents) -> dict[str, Any]:
-    """The section at that place; empty if there is none, or something else."""
+    """The section at that place; empty if there is none, or if the value there is not a section."""
     value = file.document
     for depth, key in enumerate(place, 1):
         value = value.get(key, {})
@@ -195,7 +195,7 @@ def _section(file: TomlFile, place: tuple[str, ...], found: Contents) -> dict[st
             name = ".".join(place)
             shape = f"[{name}.NAME]" if place == ("roles",) else f"[{name}]"
             problem = file.problem(place, f"{name} is a section, and no value", f"write {shape} in a line of its own")
-            if problem not in found.problems:  # each place below it comes by here
+            if problem not in found.problems:  # report it once, and not for each place below it
                 found.problems.append(problem)
             return {}
     return value
@@ -299,7 +299,7 @@ def _given(setting: Setting, environ: Mapping[str, str]) -> dict[str, str]:
     """The setting's variables that are set."""
     given = {name: environ[name] for name in setting.variables if name in environ}
     if setting.key == "dsn":
-        # An election's own variable first. An empty one is none, as it is for the other commands.
+        # The first variable that is set counts. An empty one counts as not set, as in the other commands.
         given = dict([(name, text.strip()) for name, text in given.items() if text.strip()][:1])
     return given
 
@@ -324,7 +324,7 @@ def _of_variables(setting: Setting, environ: Mapping[str, str]) -> Any:
 
 
 def _delays(variables: tuple[str, ...], given: Mapping[str, str]) -> tuple[float, float]:
-    """A missing one keeps its default; a default longest delay below the shortest is raised to it."""
+    """A missing delay keeps its default, but a default longest delay is at least the shortest one."""
     shortest, longest = variables
     low_s, high_s = DEFAULT_DELAYS_S
     if shortest in given:

@@ -84,7 +84,7 @@ class Role:
         """When the last try for the lock was sent."""
         self.not_before = 0.0
         self.key_told_until = 0.0
-        """Until then it need not be told again that this node's key is another one."""
+        """Until then, do not report again that the role is led under another key than this node's."""
         self.began_at = 0.0
         """When the last term began, on this node's clock."""
         self.heard_epoch: int | None = None
@@ -168,7 +168,7 @@ class Role:
         self.holds_lock = False
 
     def tell_key_again(self, at: float) -> None:
-        """It was told that another node leads it under another key; not again before that."""
+        """It was reported that the role is led under another key: do not report that again before this time."""
         self.key_told_until = at
 
     def rest_until(self, at: float) -> None:

@@ -309,7 +309,7 @@ class Run:
 
     def announce(self) -> None:
         if self._home.is_closed():
-            self._force_stop()  # an engine on its own thread must not lead on: no application is left to work
+            self._force_stop()  # an engine on its own thread must stop leading: the application's loop has ended
         if changed := self._news.changed():
             self._at_home(self._news.tell, changed)
 
@@ -409,7 +409,8 @@ class Run:
         return await self._drained(roles, timeout_s, everything=name is None)
 
     async def _drained(self, roles: list[Role], timeout_s: float | None, *, everything: bool) -> bool:
-        """Ask the engine to drain, and wait: for the work to end, then for the cancelled work, then no longer."""
+        """Ask the engine to drain, and wait until the work has ended. After the timeout, cancel the work and wait
+        briefly for its end; then release the roles anyway."""
 
         def ask(engine: Engine | None) -> Ended | None:
             return engine.drain(roles, everything=everything) if engine is not None else None

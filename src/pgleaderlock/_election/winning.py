@@ -66,7 +66,7 @@ class Winning:
         tried = {role.name for role in trying}
         looks = await ledger.try_and_look(self._keys, tried, look_closely=self._balancing.on)
         seen_at = self._clock.now()
-        leased = self._settings.hold == "lease"  # it takes nothing that is led, so nothing refuses its key
+        leased = self._settings.hold == "lease"  # a lease does not bump a led role, so no bump reports a collision
         self._unanswered(ledger.unanswered, now, seen_at)
         for look in looks:
             role = followed[look.role]
@@ -212,7 +212,7 @@ class Winning:
         return busy
 
     def _tell_key(self, role: Role, now: float) -> None:
-        """Beside a lease no lock collides: that a role is led under another key is seen in its record."""
+        """Report a role that is led under another key: a lease holds no lock, so only the record shows it."""
         look = role.look
         if look is None or look.ended or now < role.key_told_until:
             return

@@ -114,7 +114,7 @@ class Driver:
 
     def _announce(self, row: Row) -> None:
         again = not self.first_attempt and {row.source, row.target} == {LockState.FOLLOWER, LockState.ACQUIRING}
-        log = self._log.debug if again else self._log.info  # a standby may try for days: log only the first try loudly
+        log = self._log.debug if again else self._log.info  # a standby may try for days: only the first try is info
         log("state_change", from_=row.source.value, to=row.target.value)
         if row.target is LockState.LEADER:
             self.term += 1

@@ -117,7 +117,7 @@ def retrieve(future: "asyncio.Future[Any]") -> None:
 # --- The proof that a server session is ours alone
 #
 # A pooler in transaction or statement mode runs each transaction on any free server session of its pool, where an
-# advisory lock excludes no other client. The pooler does not tell its mode, so we observe it: our client and a second
+# advisory lock excludes no other client. The pooler does not report its mode, so we observe it: our client and a second
 # one send single statements in turn, and each statement returns the backend that it ran on. In session mode, each
 # client keeps a backend to itself.
 #

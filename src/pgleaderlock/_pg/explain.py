@@ -166,7 +166,7 @@ def _in_flags(text: str) -> str:
 
 
 def hopeless(error: BaseException) -> bool:
-    """Will every retry fail until somebody changes the command, the server's configuration or its privileges?"""
+    """Will every retry fail unless the command, the server's configuration or its privileges are changed?"""
     if isinstance(error, UnsafeSessionError):
         return error.reason != "standby"  # a standby may be promoted
     told = explained(error) if isinstance(error, ConnectionError) else error

@@ -178,7 +178,7 @@ class LeaseSession:
             except psycopg.Error as error:
                 if self.opened:
                     raise _Unknown(f"cannot connect: {scrub(str(error), self._params)}") from None
-                # Any pooler will do: what one refuses is something else.
+                # Poolers are allowed, so do not blame the pooler: the error has another cause.
                 raise connect_error(error, self._params, allow_pooler=True) from safe_cause(error, self._params)
             self._connection.add_notice_handler(self._remember_warning)
             _sessions.add(self)

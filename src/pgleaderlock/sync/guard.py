@@ -50,7 +50,7 @@ class _Backing(Protocol):
 
 
 class LeadershipGuard:
-    """Leadership that was obtained. Call `release()` or leave the guard's block to end it; `lost()` tells of a loss.
+    """Leadership that was obtained. Call `release()` or leave the guard's block to end it; `lost()` reports a loss.
 
     It belongs to the process that obtained it: in a forked child it is not held, and sends nothing.
     """

@@ -19,6 +19,6 @@ SELECT pgleaderlock.fence(
                   || CAST(%(mark)s AS text), true)
 
 -- name: fence_marks
--- The marks of this transaction's fences, for the case that application_name does not show them: somebody has changed
+-- The marks of this transaction's fences, for the case that application_name does not show them: the caller has changed
 -- it, or a pooler does not report it.
 SELECT current_setting('pgleaderlock.fence_marks', true)

@@ -18,7 +18,7 @@ FROM (SELECT 1) AS always LEFT JOIN pg_namespace n ON n.nspname = 'pgleaderlock'
 SELECT set_config('lock_timeout', '60s', true), pg_advisory_xact_lock(%(key1)s, %(key2)s)
 
 -- name: migrate_no_role
--- Which of these there is not: looked up before anything is applied. What is granted to public needs no role.
+-- Those of these roles that do not exist, checked before anything is applied. `public` needs no role of that name.
 SELECT a.role FROM unnest(%(roles)s::text[]) AS a (role)
 WHERE a.role <> 'public' AND NOT EXISTS (SELECT FROM pg_roles r WHERE r.rolname = a.role)
 

@@ -1,11 +1,13 @@
--- The ledger: who leads what, since when, under which epoch, and what happened before.
+-- The ledger: who leads which role, since when and under which epoch, and what happened before.
 --
--- Nobody but the functions below writes to these tables: a run-time role may read them and call the functions, and
--- each function checks that its caller is entitled to what it asks (the session is its own backend's, the lock is held).
--- Every function is SECURITY DEFINER with a fixed search_path, so that a table or operator of the caller's cannot
--- be slipped in. All of them expect READ COMMITTED: each statement inside must see what was committed before it.
+-- Only the functions below write to these tables. A run-time role may read the tables and call the functions. A
+-- function that takes a session checks that it is the session of the caller's backend; one that begins a term also
+-- checks that the backend holds the lock. The functions that write are SECURITY DEFINER with a fixed search_path, so
+-- that the caller cannot substitute a table or an operator of its own. They expect READ COMMITTED: each statement
+-- inside must see what was committed before it.
 
--- A DBA may have made it, for an owner that may create none: IF NOT EXISTS would ask for that right all the same.
+-- A DBA may have created the schema for an owner that may not create one. IF NOT EXISTS would need that privilege even
+-- then.
 DO $$
 BEGIN
     IF to_regnamespace('pgleaderlock') IS NULL THEN
@@ -19,7 +21,7 @@ CREATE TABLE pgleaderlock.schema_version (
     applied_at  timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
--- One row a node session. `beat` is a counter and not a time: no clock is ever compared across hosts.
+-- One row per session of a node. `beat` is a counter, not a time, because clocks of different hosts are never compared.
 CREATE TABLE pgleaderlock.sessions (
     session_id       bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     namespace        text NOT NULL,
@@ -39,9 +41,9 @@ CREATE TABLE pgleaderlock.sessions (
     last_heartbeat   timestamptz NOT NULL DEFAULT clock_timestamp(),
     started_at       timestamptz NOT NULL DEFAULT clock_timestamp(),
     ended_at         timestamptz
-) WITH (fillfactor = 50);  -- room for heartbeats beside the row, so that no index is touched by them
+) WITH (fillfactor = 50);  -- leaves room for HOT updates: a heartbeat then updates no index
 
--- One row a role. Two names whose keys collide are caught by the unique key, and not merged.
+-- One row per role. The unique constraint on the keys refuses a second name with the keys of another one.
 CREATE TABLE pgleaderlock.leaders (
     namespace          text NOT NULL,
     role               text NOT NULL,
@@ -60,7 +62,7 @@ CREATE TABLE pgleaderlock.leaders (
 ) WITH (fillfactor = 50);
 CREATE INDEX leaders_session ON pgleaderlock.leaders (session_id);
 
--- One row a term: who led, from when to when, and why it ended.
+-- One row per term: who led, from when to when, and why it ended.
 CREATE TABLE pgleaderlock.terms (
     namespace        text NOT NULL,
     role             text NOT NULL,
@@ -75,7 +77,7 @@ CREATE TABLE pgleaderlock.terms (
 );
 CREATE INDEX terms_began ON pgleaderlock.terms (began_at);
 
--- What an operator wants to read at three in the morning.
+-- The events, for operators.
 CREATE TABLE pgleaderlock.events (
     event_id   bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at         timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -88,7 +90,7 @@ CREATE TABLE pgleaderlock.events (
 );
 CREATE INDEX events_at ON pgleaderlock.events (at);
 
--- What was asked from afar. Durable: a notification only wakes whoever is to read it.
+-- Requests of operators and nodes. They are durable: a notification only wakes the node that has to read them.
 CREATE TABLE pgleaderlock.requests (
     request_id  bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at          timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -114,17 +116,18 @@ SELECT (l.key1::bigint << 32) | (l.key2::bigint & 4294967295) AS scope_key,
        CASE WHEN NOT l.ended THEN l.acquired_at END AS acquired_at
 FROM pgleaderlock.leaders l LEFT JOIN pgleaderlock.sessions s ON s.session_id = l.session_id AND NOT l.ended;
 
--- Which history this server writes. A promoted standby has another timeline, a restored copy in time, too; a new
--- cluster has another identifier. Epochs jump when either differs, because two histories may have issued the same one.
+-- The history that this server writes. A promoted standby has another timeline, and so has a copy that was restored to
+-- a point in time. A new cluster has another identifier. Epochs jump when either differs, because two histories may
+-- have issued the same epoch.
 CREATE FUNCTION pgleaderlock.history(OUT system_identifier bigint, OUT timeline integer)
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT c.system_identifier, ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::integer
     FROM pg_control_system() c
 $$;
 
--- The number after the last one, of epochs and of fencing tokens. Where this history is not the one that the last was
--- issued in, numbers that another history may have issued as well are left far behind: one step for each timeline since
--- then, because those in between may have issued some of which no trace is left.
+-- The next epoch or fencing token after `p_last`. If `p_last` was issued in another history, the result is far above
+-- every number that another history may have issued as well: one step of 2^32 for each timeline since then, because a
+-- timeline in between may have issued numbers that left no trace.
 CREATE FUNCTION pgleaderlock.next_number(
     p_last bigint, p_system_identifier bigint, p_timeline integer, p_here_system_identifier bigint, p_here_timeline integer)
 RETURNS bigint LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
@@ -135,9 +138,10 @@ RETURNS bigint LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
                              THEN p_here_timeline - p_timeline ELSE p_here_timeline END) * 4294967296 END
 $$;
 
--- The advisory key of a role's fence, in the key space of single bigints: the lock itself is in the space of pairs. It
--- follows from the names alone, so that nothing has to be looked up first. Two roles that shared one would wait for each
--- other's transactions, and nothing worse. Never stored: another version of PostgreSQL may hash otherwise.
+-- The advisory key of a role's fence, in the key space of single bigints; the lock itself is in the space of pairs. It
+-- is computed from the names alone, so no lookup is needed first. Two roles with the same key would wait for each
+-- other's transactions, which is slow, but not unsafe. It is never stored, because another version of PostgreSQL may
+-- hash differently.
 CREATE FUNCTION pgleaderlock.fence_key(p_namespace text, p_role text) RETURNS bigint
 LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
     SELECT pg_catalog.hashtextextended(p_role, pg_catalog.hashtextextended(p_namespace, 0))
@@ -150,22 +154,23 @@ CREATE FUNCTION pgleaderlock.open_session(
     OUT session_id bigint, OUT system_identifier bigint, OUT timeline integer)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
-    -- The caller says when its backend began: the ledger's owner, as whom this runs, may not be allowed to see that. Who
-    -- says nothing, or something wrong, cannot be ended by others when it falls silent, and by nothing else than its lease.
+    -- The caller passes the start time of its backend, because the ledger's owner, as which this function runs, may not
+    -- be allowed to see it. If the caller passes none, or a wrong one, other nodes cannot evict the session when it
+    -- falls silent: only its lease ends it.
     INSERT INTO pgleaderlock.sessions AS s (
         namespace, instance, node_id, host, os_pid, holder_identity, backend_pid, backend_start, database_role,
         gate_s, lease_s, candidate, library_version)
     VALUES (p_namespace, p_instance, p_node_id, p_host, p_os_pid, p_holder_identity, pg_backend_pid(),
         coalesce(p_backend_start, '-infinity'), session_user, p_gate_s, p_lease_s, p_candidate, p_library_version)
     RETURNING s.session_id INTO open_session.session_id;
-    -- This process has no other session any more, and this backend serves nobody else: what either of them recorded
-    -- before is over.
+    -- This process has no other session any more, and this backend serves no other client: end the earlier sessions
+    -- that either of them has recorded.
     UPDATE pgleaderlock.sessions s SET ended_at = clock_timestamp()
     WHERE (s.instance = p_instance AND s.database_role = session_user OR s.backend_pid = pg_backend_pid())
       AND s.session_id <> open_session.session_id AND s.ended_at IS NULL;
     SELECT h.system_identifier, h.timeline INTO open_session.system_identifier, open_session.timeline
     FROM pgleaderlock.history() h;
-    -- What nobody needs any more goes in small steps, whenever somebody comes.
+    -- Delete old rows in small steps, at each opening of a session.
     DELETE FROM pgleaderlock.sessions s WHERE s.session_id IN (
         SELECT o.session_id FROM pgleaderlock.sessions o
         WHERE o.last_heartbeat < clock_timestamp() - interval '7 days'
@@ -176,10 +181,10 @@ BEGIN
 END
 $$;
 
--- One heartbeat a node, whatever the number of roles. `p_settled` names the roles whose predecessor has been waited
--- out since the last beat: the chain of waits ends there. Answers how many roles this session leads, and the sum of
--- their epochs, so that a leader whose epoch was taken from it notices; and what was asked of it from afar. A session
--- that is not the caller's is refused.
+-- One heartbeat per node, whatever the number of roles. `p_settled` names the roles whose predecessor this node has
+-- waited out since the last beat: a successor then no longer has to wait for that predecessor as well. Returns how many
+-- roles this session leads and the sum of their epochs, so that a leader notices when it has lost an epoch; and the
+-- requests to step down from these roles. It refuses a session that is not the caller's.
 CREATE FUNCTION pgleaderlock.beat(
     p_session_id bigint, p_settled text[], OUT beat bigint, OUT roles bigint, OUT epochs numeric, OUT requests jsonb)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -205,10 +210,10 @@ BEGIN
 END
 $$;
 
--- The second of the two statements that win: the lock was taken by an earlier one, so this one's snapshot is younger
--- than the grant, and the predecessor it reads is the last there was. The fence is taken exclusively first, so every
--- fenced transaction of an older epoch has ended when the epoch changes. `p_wait_ms` is how long a busy fence may hold
--- this up (0: not at all; the role is then reported as busy, and the others are not delayed by it).
+-- Begins terms: the second of the two statements that win a role. An earlier statement took the lock, so the snapshot
+-- of this one is newer than the grant, and the predecessor that it reads is the last one. The fence is taken
+-- exclusively first, so every fenced transaction of an older epoch has ended when the epoch changes. `p_wait_ms` is how
+-- long to wait for a busy fence. With 0, the role is reported as busy at once, and does not delay the others.
 CREATE FUNCTION pgleaderlock.bump(
     p_session_id bigint, p_roles text[], p_key1 integer[], p_key2 integer[], p_wait_ms integer, p_channel text)
 RETURNS TABLE (
@@ -231,11 +236,12 @@ BEGIN
         RAISE EXCEPTION 'session % is not recorded for this backend', p_session_id USING ERRCODE = 'PGL03';
     END IF;
     SELECT h.system_identifier, h.timeline INTO here FROM pgleaderlock.history() h;
-    -- A grant counts as a beat: whoever saw this session lead the role before must not take that for a look at this term.
+    -- A grant counts as a beat: a node that saw an earlier term of this session must not take that for a sight of this
+    -- term.
     UPDATE pgleaderlock.sessions s SET beat = s.beat + 1, last_heartbeat = clock_timestamp()
     WHERE s.session_id = p_session_id;
 
-    -- Entitled is who holds the lock, under a name that is alone with its key.
+    -- Entitled: the roles whose lock this backend holds, and whose key belongs to no other name.
     SELECT array_agg(a.role) INTO entitled
     FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
     JOIN pg_locks k ON k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.pid = pg_backend_pid()
@@ -294,7 +300,8 @@ BEGIN
     ), bumped AS (
         UPDATE pgleaderlock.leaders l
         SET epoch = CASE
-                -- The first epoch of a role: an earlier history may have issued one that was lost with it.
+                -- The first epoch of a role in this ledger: start above every epoch that an earlier, lost history may
+                -- have issued.
                 WHEN prev.epoch = 0 THEN (here.timeline::bigint - 1) * 4294967296 + 1
                 ELSE pgleaderlock.next_number(
                     prev.epoch, prev.system_identifier, prev.timeline, here.system_identifier, here.timeline) END,
@@ -309,7 +316,7 @@ BEGIN
         WHERE l.namespace = me.namespace AND l.role = prev.role
         RETURNING l.role, l.epoch
     ), closed AS (
-        -- A term that nobody has closed was lost; its last sign of life is the best that is known about its end.
+        -- A term without an end was lost. The last heartbeat of its session is the best known time of its end.
         UPDATE pgleaderlock.terms t
         SET ended_at = greatest(t.began_at, prev.last_heartbeat), reason = 'lost'
         FROM prev
@@ -331,9 +338,9 @@ BEGIN
 END
 $$;
 
--- Ends a term. Matches session and epoch: a late one cannot hurt a newer term. Committed before the unlock, so that
--- whoever wins next finds it. `p_clean` is true only if the releaser had waited its own predecessor out, and no work is
--- in flight: the successor then opens at once.
+-- Ends terms. Matches session and epoch: a late call cannot end a newer term. The caller commits it before it releases
+-- the lock, so that the next leader sees it. `p_clean` is true only if the leader had waited its own predecessor out
+-- and has no work in flight: the successor's gate then opens at once.
 CREATE FUNCTION pgleaderlock.end_term(
     p_session_id bigint, p_roles text[], p_epochs bigint[], p_clean boolean[], p_reason text)
 RETURNS SETOF text
@@ -372,7 +379,7 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     WHERE session_id = p_session_id AND backend_pid = pg_backend_pid() AND ended_at IS NULL
 $$;
 
--- Writes down that a silent session was ended by a standby. Ending it is done by the caller, under its own rights.
+-- Records that a standby has ended a silent session. The caller ends the session itself, with its own privileges.
 CREATE FUNCTION pgleaderlock.note_eviction(p_by_session_id bigint, p_session_id bigint) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -383,7 +390,8 @@ BEGIN
     IF NOT FOUND THEN
         RAISE EXCEPTION 'session % is not recorded for this backend', p_by_session_id USING ERRCODE = 'PGL03';
     END IF;
-    -- A backend that still runs was not ended, whatever the caller says. (One whose start is hidden counts as running.)
+    -- Refuse while the backend still runs, whatever the caller says. A backend whose start time is not visible here
+    -- counts as running.
     IF EXISTS (
         SELECT FROM pgleaderlock.sessions s, pg_stat_get_activity(s.backend_pid) a
         WHERE s.session_id = p_session_id AND (a.backend_start IS NULL OR a.backend_start = s.backend_start))
@@ -421,8 +429,9 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
       AND s.ended_at IS NULL AND r.namespace = s.namespace AND r.done_at IS NULL
 $$;
 
--- Moves the epoch of a role far ahead, for those who have restored a backup or lost commits: what was issued in the
--- lost time is below it then. Not for run time. The leader notices at its next beat, and a successor waits as after a loss.
+-- Moves the epoch of a role far ahead, above every epoch that was issued in lost commits. For operators, after the
+-- restore of a backup or a loss of commits; no run-time role may call it. The leader notices at its next beat, and a
+-- successor waits as after a loss.
 CREATE FUNCTION pgleaderlock.advance_epoch(
     p_role text, p_namespace text, p_channel text, OUT old_epoch bigint, OUT new_epoch bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -444,14 +453,14 @@ BEGIN
 END
 $$;
 
--- The fence: called in the caller's own transaction, before what it writes. Holds the bump of a newer epoch back until
--- this transaction ends; refuses an epoch that is no longer current.
--- Leaves a note in the transaction for the triggers of fenced tables; they do not trust it, they fence again.
--- `p_holder`, if given, must be who won that epoch here: two databases may have issued the same number.
+-- The fence. The caller runs it in its own transaction, before it writes. It holds back the bump of a newer epoch until
+-- this transaction ends, and refuses an epoch that is no longer current. It notes the epoch in a setting of the
+-- transaction, for the triggers of fenced tables; they do not trust the note, and fence again. `p_holder`, if given,
+-- must be the holder that won this epoch in this database, because two databases may have issued the same epoch.
 --
--- This half is the way that nearly every transaction goes, so it has two statements and no more: the second one's
--- snapshot is younger than the lock. It runs with the rights of its caller, because changing user and search_path would
--- cost as much as the look itself. Hence the spelled-out schemas: nothing of the caller's is to be found first.
+-- Nearly every transaction needs this function only, so it has just two statements: the snapshot of the second one is
+-- newer than the lock. It runs with the privileges of its caller, because changing user and search_path would cost as
+-- much as the lookup itself. So every name has its schema: otherwise an object of the caller's could be found first.
 CREATE FUNCTION pgleaderlock.fence(
     p_role text, p_epoch bigint, p_namespace text DEFAULT 'pgleaderlock', p_holder text DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql AS $$
@@ -474,11 +483,11 @@ BEGIN
 END
 $$;
 
--- The other half, which says why not, and serves the other isolation levels. There a plain read would be a hole: it sees
--- the snapshot of the transaction's beginning. FOR KEY SHARE fails (40001) if the epoch has changed since, and needs a
--- right that nobody has at run time. The epoch is made part of a key for that: a stronger FOR SHARE would hold up the
--- heartbeat that settles the term, and fail for every change of the row. The epoch stands first in that index, so that a
--- look by name does not choose it over the primary key.
+-- The rest of the fence: it explains a refusal, checks `p_holder`, and serves the other isolation levels. At these, a
+-- plain read would not be safe, because it sees the snapshot from the start of the transaction. FOR KEY SHARE fails
+-- (40001) if the epoch has changed since, and needs a privilege that no run-time role has. The epoch is part of a key
+-- for that reason: FOR SHARE, which is stronger, would block the heartbeat that settles the term, and fail after any
+-- change of the row. The epoch is the first column of the index, so that a lookup by name uses the primary key instead.
 CREATE UNIQUE INDEX leaders_epoch ON pgleaderlock.leaders (epoch, namespace, role);
 CREATE FUNCTION pgleaderlock.fence_strictly(p_role text, p_epoch bigint, p_namespace text, p_holder text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -515,7 +524,7 @@ BEGIN
 END
 $$;
 
--- The trigger of a fenced table: once a statement, whatever the number of rows.
+-- The trigger of a fenced table. It runs once per statement, whatever the number of rows.
 CREATE FUNCTION pgleaderlock.check_fence() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -531,9 +540,10 @@ BEGIN
 END
 $$;
 
--- Fences a table and each of its partitions: a write to a partition itself does not pass the parent's trigger. Runs
--- with the rights of its caller, who must own the table. Call it again after adding a partition: a trigger that is
--- there is replaced in place, so readers are not blocked, and no moment passes without it. Answers how many were fenced.
+-- Fences a table and each of its partitions, because a write directly to a partition does not fire the parent's
+-- trigger. Runs with the privileges of its caller, which must own the table. Call it again after adding a partition: an
+-- existing trigger is replaced in place, so readers are not blocked, and no moment passes without it. Returns the
+-- number of tables that were fenced.
 CREATE FUNCTION pgleaderlock.fence_table(p_table regclass, p_role text, p_namespace text DEFAULT 'pgleaderlock') RETURNS integer
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -560,7 +570,7 @@ BEGIN
 END
 $$;
 
--- Takes it off again, from whatever carries it for this role. Answers from how many.
+-- Removes the triggers of this role from a table and its partitions. Returns the number of tables that had one.
 CREATE FUNCTION pgleaderlock.unfence_table(p_table regclass, p_role text, p_namespace text DEFAULT 'pgleaderlock') RETURNS integer
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -582,7 +592,7 @@ BEGIN
 END
 $$;
 
--- Nobody may do anything until it is granted: see grants.sql.
+-- PUBLIC has no privileges here: grants.sql grants them to single roles.
 REVOKE ALL ON SCHEMA pgleaderlock FROM PUBLIC;
 REVOKE ALL ON ALL TABLES IN SCHEMA pgleaderlock FROM PUBLIC;
 REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgleaderlock FROM PUBLIC;

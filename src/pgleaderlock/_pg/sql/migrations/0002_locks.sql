@@ -1,27 +1,29 @@
--- The lock server's store: leases with fencing tokens, and who waits for them. Elections need nothing of this.
+-- The lock server's store: leases with fencing tokens, and the queues of waiters. Elections do not use it.
 --
--- As in the ledger, nobody but the functions below writes to these tables. A function that takes several locks takes
--- them in the order of their names (by code point), and for each the lease before its token: two batches can wait for
--- each other, but never in a circle. What cannot keep to that order skips what is taken. All of them expect READ
--- COMMITTED: each statement inside must see what was committed before it, and above all after it got a row's lock.
+-- As in the ledger, run-time roles write to these tables by the functions below only. A function that takes several
+-- locks takes them in the order of their names (by code point), and for each lock its lease before its token: two
+-- batches may wait for each other, but cannot deadlock. A statement that cannot keep to this order skips locked rows.
+-- All functions expect READ COMMITTED: each statement inside must see what was committed before it, above all after it
+-- has waited for a row's lock.
 
--- One row a lock that is held or has been lately; it stays while the lock is free, so that taking it is an update in place.
+-- One row per lock that is held or was held lately. The row stays while the lock is free, so that the next acquire
+-- updates it in place.
 CREATE TABLE pgleaderlock.lock_leases (
     lock_name        text COLLATE "C" PRIMARY KEY,
     owner_id         text,
-    lease_id         text,  -- NULL while the lock is free, and so are its neighbours
+    lease_id         text,  -- NULL while the lock is free, like owner, token, expiry and key
     fencing_token    bigint,
     lease_expiry     timestamptz,
     ttl_ms           bigint,
     version          bigint NOT NULL,
     idempotency_key  text,
     waited_ms        bigint,
-    replayed         boolean NOT NULL DEFAULT false,  -- a second request was given this lease, so it is known outside
+    replayed         boolean NOT NULL DEFAULT false,  -- a repeated request was given this lease, so a client knows it
     freed_at         timestamptz
-) WITH (fillfactor = 50);  -- room for the next lease beside the row, so that no index is touched
+) WITH (fillfactor = 50);  -- leaves room for HOT updates: a new lease then updates no index
 
--- One row a lock that was ever taken: its highest token, which must never be forgotten. `version` is where a row in
--- lock_leases begins that is made anew.
+-- One row per lock that was ever granted: its highest token, which must never be forgotten. If the row in lock_leases
+-- was pruned, `version` is the version from which a new one continues.
 CREATE TABLE pgleaderlock.lock_tokens (
     lock_name          text COLLATE "C" PRIMARY KEY,
     last_token         bigint NOT NULL CHECK (last_token > 0),
@@ -30,14 +32,15 @@ CREATE TABLE pgleaderlock.lock_tokens (
     timeline           integer NOT NULL
 ) WITH (fillfactor = 50);
 
--- One row a server that has waiters. One heartbeat keeps all its tickets alive, whatever their number.
+-- One row per server that has waiters. One heartbeat keeps all its tickets alive, whatever their number.
 CREATE TABLE pgleaderlock.lock_servers (
     server_id    text COLLATE "C" PRIMARY KEY,
     alive_until  timestamptz NOT NULL
 ) WITH (fillfactor = 50);
 
--- One row a waiter. The ticket is its place in the queue: it is drawn while the lock's row is held, so that nobody sees
--- a later ticket before an earlier one. `waiter` is the number that its server knew it by before it had a ticket.
+-- One row per waiter. The ticket is its place in the queue. It is drawn while the lock's row is locked, so that no
+-- transaction sees a later ticket before an earlier one. `waiter` is the number by which its server knew it before it
+-- had a ticket.
 CREATE TABLE pgleaderlock.lock_waiters (
     lock_name  text COLLATE "C" NOT NULL,
     ticket     bigint GENERATED ALWAYS AS IDENTITY,
@@ -50,7 +53,8 @@ CREATE TABLE pgleaderlock.lock_waiters (
     PRIMARY KEY (lock_name, ticket)
 );
 
--- Who freed a lock by force. Holds no lease id: whoever may read it must not be able to act as the holder.
+-- Which locks were freed by force, and by whom. It has no lease id, because a role that may read this table must not be
+-- able to act as the holder.
 CREATE TABLE pgleaderlock.lock_breaks (
     break_id       bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at             timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -63,7 +67,8 @@ CREATE TABLE pgleaderlock.lock_breaks (
 );
 CREATE INDEX lock_breaks_at ON pgleaderlock.lock_breaks (at);
 
--- Tells the server of the first waiter to look at the lock, unless that is `p_except`. A hint: it may be lost.
+-- Notifies the server of the first waiter to look at the lock, unless that server is `p_except`. A hint: it may be
+-- lost.
 CREATE FUNCTION pgleaderlock.lock_wake(p_lock_name text, p_except text DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -74,23 +79,23 @@ BEGIN
     WHERE w.lock_name = p_lock_name AND w.deadline > clock_timestamp() AND s.alive_until > clock_timestamp()
     ORDER BY w.ticket LIMIT 1;
     IF server IS DISTINCT FROM p_except AND server IS NOT NULL THEN
-        -- A payload has less than 8000 bytes; without one the server looks at everything.
+        -- A payload must be shorter than 8000 bytes; with an empty one, the server looks at all of its waiters.
         PERFORM pg_notify('pgleaderlock_locks_' || server,
                           CASE WHEN octet_length(p_lock_name) < 7000 THEN p_lock_name ELSE '' END);
     END IF;
 END
 $$;
 
--- Operations of any number of clients, in one transaction, each with an outcome of its own. Kinds:
---   acquire  grants or is told who holds it
---   wait     the same, and draws a ticket unless it is granted. With a ticket: its owner looks whether its turn has come.
---            Whoever's ticket is gone draws a new one.
+-- Carries out operations of any number of clients in one transaction, each with its own outcome. Kinds:
+--   acquire  grants the lock, or returns its holder
+--   wait     the same, and draws a ticket unless the lock is granted. With a ticket: checks whether it is its turn. If
+--            the ticket is gone, draws a new one.
 --   renew, release
---   abandon  a waiter goes: its ticket is torn, and a lease that it was granted and never heard of ends, unless a
+--   abandon  a waiter gives up: deletes its ticket, and ends a lease that it was granted without learning of it, unless a
 --            repeated request was given that lease in the meantime.
--- The caller chooses the id of a lease before it asks, and a new one each time. `earlier` are those of the times whose
--- answer was lost: a grant among them is recognised, and the ticket, which is found by the waiter's number then, too.
--- `p_room` is how many rows in lock_leases may be new.
+-- The caller chooses a new lease id for each attempt, before it sends it. `earlier` are the ids of the attempts whose
+-- answer was lost: by them a grant is recognised. The ticket of such an attempt is found by the waiter's number.
+-- `p_room` is how many rows may be added to lock_leases.
 CREATE FUNCTION pgleaderlock.lock_apply(p_server_id text, p_operations jsonb, p_room bigint)
 RETURNS TABLE (n bigint, outcome text, owner_id text, lease_id text, fencing_token bigint, expiry_ms bigint,
                remaining_ms bigint, waited_ms bigint, ticket bigint, created boolean)
@@ -124,8 +129,8 @@ BEGIN
         remaining_ms := NULL; waited_ms := 0; ticket := NULL; created := false;
 
         IF op.kind = 'renew' THEN
-            -- First the row, then the time: an update that waited for somebody who changed nothing goes on with what it had
-            -- computed before the wait.
+            -- Lock the row first, then read the time: an UPDATE that waited for a transaction which did not change the
+            -- row would go on with the times that it computed before the wait.
             SELECT x.lease_expiry INTO expiry FROM pgleaderlock.lock_leases x
             WHERE x.lock_name = op.lock AND x.lease_id = op.lease AND x.owner_id = op.owner
               AND x.fencing_token = op.token AND x.lease_expiry > clock_timestamp() FOR UPDATE;
@@ -157,7 +162,7 @@ BEGIN
         END IF;
 
         IF op.kind = 'acquire' OR op.ticket IS NOT NULL THEN
-            -- Most who come to a lock that is held only have to be told so. That needs no lock on its row, and no write.
+            -- Most requests for a held lock only need the answer that it is held. That needs no row lock and no write.
             SELECT x.owner_id, x.lease_expiry INTO l.owner_id, l.lease_expiry
             FROM pgleaderlock.lock_leases x
             WHERE x.lock_name = op.lock AND x.lease_expiry > clock_timestamp()
@@ -208,7 +213,8 @@ BEGIN
                 RETURN NEXT;
                 CONTINUE;
             END IF;
-            -- Whoever makes the row first, all come to the same one; it may even have been pruned in between.
+            -- Several transactions may try to insert the row: all go on with the same one. If it is pruned in between,
+            -- try again.
             LOOP
                 INSERT INTO pgleaderlock.lock_leases (lock_name, version)
                 VALUES (op.lock, coalesce((SELECT t.version FROM pgleaderlock.lock_tokens t WHERE t.lock_name = op.lock), 0))
@@ -222,7 +228,8 @@ BEGIN
             END IF;
         END IF;
 
-        -- Read after the row is ours: what waited for it must not judge by the time before.
+        -- Read the time after the row is locked: a transaction that waited for the row must not decide by the time
+        -- before.
         moment := clock_timestamp();
         here_ticket := op.ticket;
         IF here_ticket IS NOT NULL AND NOT EXISTS (
@@ -237,7 +244,8 @@ BEGIN
 
         IF l.lease_id IS NOT NULL AND l.lease_expiry > moment THEN
             IF l.lease_id = ANY (op.earlier) OR (l.idempotency_key = op.key AND l.owner_id = op.owner) THEN
-                -- This very request, or an earlier one with its key, was granted, and the answer was lost.
+                -- An earlier attempt at this request, or an earlier request with its key, was granted this lease:
+                -- return it again.
                 outcome := CASE WHEN l.lease_id = ANY (op.earlier) THEN 'granted' ELSE 'replayed' END;
                 IF outcome = 'replayed' THEN
                     UPDATE pgleaderlock.lock_leases AS x SET replayed = true WHERE x.lock_name = op.lock AND NOT x.replayed;
@@ -258,7 +266,7 @@ BEGIN
             WHERE w.lock_name = op.lock AND w.deadline > moment AND s.alive_until > moment
             ORDER BY w.ticket LIMIT 1;
             IF first.ticket < here_ticket OR (first.ticket IS NOT NULL AND here_ticket IS NULL) THEN
-                -- The lock is free, and it is somebody else's turn.
+                -- The lock is free, but it is another waiter's turn.
                 outcome := 'held';
                 owner_id := first.owner_id;
                 expiry_ms := trunc(extract(epoch FROM moment) * 1000);
@@ -287,7 +295,8 @@ BEGIN
         WHERE t.lock_name = op.lock
         RETURNING t.last_token INTO fencing_token;
         IF NOT FOUND THEN
-            -- The first token of a name: an earlier history may have issued one that was lost with it.
+            -- The first token of a lock in this store: start above every token that an earlier, lost history may have
+            -- issued.
             INSERT INTO pgleaderlock.lock_tokens AS t (lock_name, last_token, system_identifier, timeline)
             VALUES (op.lock, (here_timeline::bigint - 1) * 4294967296 + 1, here_system, here_timeline)
             RETURNING t.last_token INTO fencing_token;
@@ -302,7 +311,8 @@ BEGIN
         expiry_ms := trunc(extract(epoch FROM expiry) * 1000);
         IF here_ticket IS NOT NULL THEN
             DELETE FROM pgleaderlock.lock_waiters w WHERE w.lock_name = op.lock AND w.ticket = here_ticket;
-            -- Whoever is next has to know when this lease ends. The own server knows already.
+            -- The server of the next waiter must learn when this lease ends. The caller's own server knows that
+            -- already.
             PERFORM pgleaderlock.lock_wake(op.lock, p_server_id);
         END IF;
         RETURN NEXT;
@@ -310,8 +320,8 @@ BEGIN
 END
 $$;
 
--- A server says that it lives, and asks about the locks that its own waiters are first for, among themselves: answers
--- with those whose turn comes next, and in how many milliseconds.
+-- The heartbeat of a server. `p_heads` names, per lock, the first ticket of the server's own waiters. Returns the locks
+-- for which no live waiter has an earlier ticket, and in how many milliseconds their leases end.
 CREATE FUNCTION pgleaderlock.lock_tick(p_server_id text, p_valid_ms bigint, p_heads jsonb)
 RETURNS TABLE (lock_name text, remaining_ms bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -331,7 +341,8 @@ BEGIN
 END
 $$;
 
--- A server goes, with whatever tickets it still has. Skips what is locked: whoever holds that is at it already.
+-- A server stops: deletes its record and its remaining tickets. Skips locked tickets: the transaction that has
+-- locked one deals with it.
 CREATE FUNCTION pgleaderlock.lock_close(p_server_id text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -349,7 +360,7 @@ BEGIN
 END
 $$;
 
--- Frees a lock by force, and writes down who did. Answers with the lock as it was.
+-- Frees a lock by force, and records who did so. Returns the lock as it was before.
 CREATE FUNCTION pgleaderlock.lock_break(p_lock_name text, p_by text)
 RETURNS TABLE (held boolean, owner_id text, lease_id text, fencing_token bigint, expiry_ms bigint, version bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -381,8 +392,8 @@ BEGIN
 END
 $$;
 
--- One small step of the monitor: clears leases that have expired, and prunes what has been free for long; token and
--- version stay. Skips what is locked. Nothing depends on it. `more` is true while another step has something to do.
+-- One small step of the sweep: clears expired leases, and prunes locks that have been free for long; their token and
+-- version are kept. Skips locked rows. No grant depends on it. `more` is true while another step has something to do.
 CREATE FUNCTION pgleaderlock.lock_sweep(
     p_step integer, p_free_kept_s double precision, OUT expired bigint, OUT pruned bigint, OUT more boolean)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -390,7 +401,8 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     names text[];
 BEGIN
-    -- The sessions of the store prefer indexes, for plans that outlive a table's first rows. Here the whole table is read.
+    -- The store's sessions avoid sequential scans, so that plans made for empty tables stay good. Here the whole table
+    -- is read.
     PERFORM set_config('enable_seqscan', 'on', true);
     WITH found AS MATERIALIZED (
         SELECT l.lock_name FROM pgleaderlock.lock_leases l
@@ -408,7 +420,7 @@ BEGIN
     pruned := 0;
     more := expired = p_step;
     IF more THEN
-        RETURN;  -- one look through the table at a time
+        RETURN;  -- one scan of the table per step
     END IF;
 
     WITH found AS MATERIALIZED (
@@ -422,7 +434,8 @@ BEGIN
     )
     SELECT count(*) INTO pruned FROM gone;
 
-    -- What a killed server left behind stands in nobody's way; this is only about room.
+    -- The waiters of a killed server block no others, because only waiters of live servers count. Delete them to save
+    -- space.
     DELETE FROM pgleaderlock.lock_waiters w USING (
         SELECT o.lock_name, o.ticket FROM pgleaderlock.lock_waiters o
         WHERE o.deadline < clock_timestamp() - interval '1 minute'
@@ -441,7 +454,8 @@ BEGIN
 END
 $$;
 
--- Nobody may do anything until it is granted: see grants.sql. What a role was given of the ledger's tables stays.
+-- PUBLIC has no privileges here: grants.sql grants them to single roles. Privileges that roles have on the ledger's
+-- tables are not changed.
 REVOKE ALL ON pgleaderlock.lock_leases, pgleaderlock.lock_tokens, pgleaderlock.lock_servers, pgleaderlock.lock_waiters,
     pgleaderlock.lock_breaks FROM PUBLIC;
 REVOKE ALL ON FUNCTION pgleaderlock.lock_wake, pgleaderlock.lock_apply,

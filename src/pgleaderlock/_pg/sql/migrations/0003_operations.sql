@@ -1,17 +1,18 @@
--- What operators need: requests with outcomes, drained nodes, balance, a fuller history, and its retention.
+-- For operators: requests with outcomes, drained nodes, balancing, a fuller history, and its retention.
 --
--- Libraries of version 2 go on working: no function of theirs changes its arguments or its answer. What they call is told
--- more by the new bodies below; what they do not know is in new functions.
+-- Libraries of version 2 go on working: no function that they call changes its arguments or its result. The new bodies
+-- of these functions record more. New features are in new functions.
 
--- A reader that holds a table for long must not make every heartbeat queue up behind this: rather fail, and be run again.
+-- A reader that holds a table for long must not make every heartbeat queue up behind this migration: let it fail after
+-- a second, to be run again.
 SELECT set_config('lock_timeout', '1s', true);
 
 ALTER TABLE pgleaderlock.sessions
-    ADD COLUMN draining boolean NOT NULL DEFAULT false,  -- competes for nothing until it is resumed
+    ADD COLUMN draining boolean NOT NULL DEFAULT false,  -- competes for no role until it is resumed
     ADD COLUMN balance  boolean NOT NULL DEFAULT false;
 
 ALTER TABLE pgleaderlock.requests
-    ADD COLUMN released_at timestamptz,  -- the role was given up for `to_node_id`: others let that one go first, for a moment
+    ADD COLUMN released_at timestamptz,  -- when the role was given up for `to_node_id`, which goes first for a moment
     ADD COLUMN outcome     text CHECK (outcome IN ('done', 'refused', 'expired')),
     ADD COLUMN detail      text,
     DROP CONSTRAINT requests_kind_check,
@@ -22,8 +23,8 @@ CREATE INDEX requests_at ON pgleaderlock.requests (at);
 CREATE INDEX terms_kept ON pgleaderlock.terms (namespace, began_at);
 CREATE INDEX events_kept ON pgleaderlock.events (namespace, at);
 
--- Is there a node of this name that would take a role over now? By its record, and by its backend: one that was killed
--- has a fresh record for a while.
+-- Is there a live node of this name that could take a role over now? Checks its record and its backend, because the
+-- record of a killed node stays fresh for a while.
 CREATE FUNCTION pgleaderlock.is_live_candidate(p_namespace text, p_node_id text) RETURNS boolean
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT EXISTS (
@@ -40,16 +41,17 @@ CREATE OR REPLACE FUNCTION pgleaderlock.open_session(
     OUT session_id bigint, OUT system_identifier bigint, OUT timeline integer)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
-    -- The caller says when its backend began: the ledger's owner, as whom this runs, may not be allowed to see that. Who
-    -- says nothing, or something wrong, cannot be ended by others when it falls silent, and by nothing else than its lease.
+    -- The caller passes the start time of its backend, because the ledger's owner, as which this function runs, may not
+    -- be allowed to see it. If the caller passes none, or a wrong one, other nodes cannot evict the session when it
+    -- falls silent: only its lease ends it.
     INSERT INTO pgleaderlock.sessions AS s (
         namespace, instance, node_id, host, os_pid, holder_identity, backend_pid, backend_start, database_role,
         gate_s, lease_s, candidate, library_version)
     VALUES (p_namespace, p_instance, p_node_id, p_host, p_os_pid, p_holder_identity, pg_backend_pid(),
         coalesce(p_backend_start, '-infinity'), session_user, p_gate_s, p_lease_s, p_candidate, p_library_version)
     RETURNING s.session_id INTO open_session.session_id;
-    -- This process has no other session any more, and this backend serves nobody else: what either of them recorded
-    -- before is over.
+    -- This process has no other session any more, and this backend serves no other client: end the earlier sessions
+    -- that either of them has recorded.
     WITH ended AS (
         UPDATE pgleaderlock.sessions s SET ended_at = clock_timestamp()
         WHERE (s.instance = p_instance AND s.database_role = session_user OR s.backend_pid = pg_backend_pid())
@@ -70,7 +72,7 @@ BEGIN
 END
 $$;
 
--- What a session of version 3 adds to its record when it opens. A drained node stays so over reconnects.
+-- What a session of version 3 adds to its record when it opens. A drained node stays drained when it reconnects.
 CREATE FUNCTION pgleaderlock.describe_session(p_session_id bigint, p_draining boolean, p_balance boolean) RETURNS boolean
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     UPDATE pgleaderlock.sessions SET draining = p_draining, balance = p_balance
@@ -78,8 +80,8 @@ LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS 
     RETURNING true
 $$;
 
--- The heartbeat of version 3: what `beat` does, and what was asked of this node by anybody. `p_draining`, if given, is what
--- this node has decided itself. Whatever has been open for too long is over, whoever should have done it.
+-- The heartbeat of version 3: it does what `beat` does, and also returns the requests to this node. `p_draining`, if
+-- given, is this node's own decision. Requests that have been open for 5 minutes expire.
 CREATE FUNCTION pgleaderlock.tick(
     p_session_id bigint, p_settled text[], p_draining boolean,
     OUT beat bigint, OUT roles bigint, OUT epochs numeric, OUT requests jsonb, OUT draining boolean)
@@ -105,7 +107,7 @@ BEGIN
     SELECT count(*), coalesce(sum(l.epoch), 0) INTO tick.roles, tick.epochs
     FROM pgleaderlock.leaders l WHERE l.session_id = p_session_id AND NOT l.ended;
     IF NOT EXISTS (SELECT FROM pgleaderlock.requests r WHERE r.namespace = me.namespace AND r.done_at IS NULL) THEN
-        RETURN;  -- as nearly always
+        RETURN;  -- the usual case: no open request
     END IF;
     UPDATE pgleaderlock.requests r
     SET done_at = clock_timestamp(), outcome = 'expired', detail = 'nobody has done it within 5 minutes'
@@ -123,7 +125,8 @@ BEGIN
     FROM pgleaderlock.requests r
     WHERE r.namespace = me.namespace AND r.done_at IS NULL
       AND (r.kind IN ('drain', 'resume') AND r.node_id = me.node_id
-           -- Of this very process, in this session or an earlier one: what its predecessor was asked is not for it.
+           -- Only if this process had a session before the request: older requests were for its predecessor of the same
+           -- node_id.
            AND EXISTS (SELECT FROM pgleaderlock.sessions e WHERE e.instance = me.instance AND e.started_at <= r.at)
            OR r.kind = 'step_down' AND EXISTS (
                SELECT FROM pgleaderlock.leaders l
@@ -131,8 +134,8 @@ BEGIN
 END
 $$;
 
--- As in version 1. New: a predecessor's term that nobody has closed is an event, too, and a request to step down is done
--- with when somebody leads again.
+-- As in version 1. New: a predecessor's lost term is recorded as an event, too, and a request to step down is done when
+-- a node leads the role again.
 CREATE OR REPLACE FUNCTION pgleaderlock.bump(
     p_session_id bigint, p_roles text[], p_key1 integer[], p_key2 integer[], p_wait_ms integer, p_channel text)
 RETURNS TABLE (
@@ -157,12 +160,13 @@ BEGIN
         RAISE EXCEPTION 'session % is not recorded for this backend', p_session_id USING ERRCODE = 'PGL03';
     END IF;
     SELECT h.system_identifier, h.timeline INTO here FROM pgleaderlock.history() h;
-    -- A grant counts as a beat: whoever saw this session lead the role before must not take that for a look at this term.
+    -- A grant counts as a beat: a node that saw an earlier term of this session must not take that for a sight of this
+    -- term.
     UPDATE pgleaderlock.sessions s SET beat = s.beat + 1, last_heartbeat = clock_timestamp()
     WHERE s.session_id = p_session_id;
 
-    -- One name under two keys has two locks, which exclude nobody: as long as somebody holds the one that is recorded, that
-    -- one counts.
+    -- A role under two keys has two locks, which do not exclude each other. While another session holds the recorded
+    -- one, that one counts.
     SELECT array_agg(l.role) INTO rekeyed
     FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
     JOIN pgleaderlock.leaders l ON l.namespace = me.namespace AND l.role = a.role AND (l.key1, l.key2) <> (a.key1, a.key2);
@@ -175,7 +179,7 @@ BEGIN
         WHERE l.namespace = me.namespace AND l.role = ANY (rekeyed);
     END IF;
 
-    -- Entitled is who holds the lock, under a name that is alone with its key.
+    -- Entitled: the roles whose lock this backend holds, and whose key belongs to no other name.
     SELECT array_agg(a.role) INTO entitled
     FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
     JOIN pg_locks k ON k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.pid = pg_backend_pid()
@@ -241,7 +245,8 @@ BEGIN
     ), bumped AS (
         UPDATE pgleaderlock.leaders l
         SET epoch = CASE
-                -- The first epoch of a role: an earlier history may have issued one that was lost with it.
+                -- The first epoch of a role in this ledger: start above every epoch that an earlier, lost history may
+                -- have issued.
                 WHEN prev.epoch = 0 THEN (here.timeline::bigint - 1) * 4294967296 + 1
                 ELSE pgleaderlock.next_number(
                     prev.epoch, prev.system_identifier, prev.timeline, here.system_identifier, here.timeline) END,
@@ -256,7 +261,7 @@ BEGIN
         WHERE l.namespace = me.namespace AND l.role = prev.role
         RETURNING l.role, l.epoch
     ), closed AS (
-        -- A term that nobody has closed was lost; its last sign of life is the best that is known about its end.
+        -- A term without an end was lost. The last heartbeat of its session is the best known time of its end.
         UPDATE pgleaderlock.terms t
         SET ended_at = greatest(t.began_at, prev.last_heartbeat), reason = 'lost'
         FROM prev
@@ -289,7 +294,7 @@ BEGIN
 END
 $$;
 
--- A session says goodbye, and the list of events hears it.
+-- Ends the session's record, and records that as an event.
 CREATE OR REPLACE FUNCTION pgleaderlock.close_session(p_session_id bigint) RETURNS void
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     WITH ended AS (
@@ -301,7 +306,7 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT 'session_ended', e.namespace, e.node_id, 'session ' || e.session_id FROM ended e
 $$;
 
--- Writes down that roles are being drained, or were.
+-- Records, as events, that a drain of these roles has begun or ended.
 CREATE FUNCTION pgleaderlock.note_drain(p_session_id bigint, p_kind text, p_roles text[], p_details text[]) RETURNS void
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     INSERT INTO pgleaderlock.events (kind, namespace, role, node_id, detail)
@@ -311,8 +316,8 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
       AND p_kind IN ('drain_began', 'drain_ended')
 $$;
 
--- Asks the leader of a role to step down, if there is one; the notification only wakes it. With a node named, that one may
--- try first when the role is free. NULL if nobody leads it.
+-- Asks the leader of a role to step down, if there is one; the notification only wakes it. The node `p_to_node_id`, if
+-- given, may try first when the role is free. Returns NULL if no node leads the role.
 CREATE OR REPLACE FUNCTION pgleaderlock.request_step_down(p_role text, p_namespace text, p_to_node_id text, p_channel text)
 RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -332,8 +337,9 @@ BEGIN
 END
 $$;
 
--- Asks every session of a node to give up all its roles and compete for none, or to compete again. It is the record that
--- says so, so that it is obeyed by each of them, once, however late it looks. NULL if there is no such node.
+-- Asks every session of a node to give up all its roles and compete for none, or to compete again. The request is in
+-- the sessions' records, so each session obeys it once, however late it reads it. Returns NULL if there is no such
+-- node.
 CREATE FUNCTION pgleaderlock.request_of_node(p_kind text, p_node_id text, p_namespace text, p_channel text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -345,7 +351,7 @@ BEGIN
     IF NOT FOUND THEN
         RETURN NULL;
     END IF;
-    -- The later wish counts.
+    -- The later request counts.
     UPDATE pgleaderlock.requests r
     SET done_at = clock_timestamp(), outcome = 'refused', detail = 'a later request asks for the opposite'
     WHERE r.namespace = p_namespace AND r.done_at IS NULL AND r.node_id = p_node_id AND r.kind IN ('drain', 'resume')
@@ -369,14 +375,16 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT pgleaderlock.request_of_node('resume', p_node_id, p_namespace, p_channel)
 $$;
 
--- From now on, for a moment, others than the named node let it go first. Called before the lock is given back.
+-- Reserves roles that are about to be free: for a moment, other nodes leave them to the nodes that the requests name.
+-- The leader calls this before it releases the locks.
 CREATE FUNCTION pgleaderlock.reserve(p_session_id bigint, p_request_ids bigint[]) RETURNS void
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     UPDATE pgleaderlock.requests r SET released_at = clock_timestamp()
     FROM pgleaderlock.sessions s
     WHERE s.session_id = p_session_id AND s.backend_pid = pg_backend_pid() AND s.ended_at IS NULL
       AND r.namespace = s.namespace AND r.done_at IS NULL AND r.released_at IS NULL
-      -- By who leads it, and once; of several wishes for one role the last one counts.
+      -- Only for roles that this session leads, and once per request. Of several requests for one role the last one
+      -- counts.
       AND r.request_id IN (SELECT max(o.request_id) FROM pgleaderlock.requests o
                            JOIN pgleaderlock.leaders l ON l.namespace = o.namespace AND l.role = o.role
                            WHERE o.request_id = ANY (p_request_ids) AND l.session_id = s.session_id AND NOT l.ended
@@ -405,7 +413,7 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT pgleaderlock.settle_request(p_session_id, p_request_id, 'done', NULL)
 $$;
 
--- As in version 1. New: the end of the term is an event of its own.
+-- As in version 1. New: the end of the term is recorded as a separate event.
 CREATE OR REPLACE FUNCTION pgleaderlock.advance_epoch(
     p_role text, p_namespace text, p_channel text, OUT old_epoch bigint, OUT new_epoch bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -432,9 +440,9 @@ BEGIN
 END
 $$;
 
--- Deletes what is older than `p_keep`, at most `p_limit` rows of each kind; answers how many. Never a term that is open,
--- nor the last one of a role: the fence may ask who won it. A table that somebody holds is left for the next time: whoever
--- calls this has a heart to beat.
+-- Deletes rows older than `p_keep`, at most `p_limit` of each kind; returns how many. Keeps open terms, and the last
+-- term of each role, because the fence may ask which holder won it. It hardly waits for a locked table, because the
+-- caller's next heartbeat must not be late: it then deletes nothing, and a later call does.
 CREATE FUNCTION pgleaderlock.prune(p_namespace text, p_keep interval, p_limit integer) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -442,7 +450,8 @@ DECLARE
     gone bigint := 0;
     n bigint;
 BEGIN
-    -- Judged by what comes of it: '-12 months 361 days' counts as a day when compared, and lies in the future.
+    -- Check the time that results, not the interval: '-12 months 361 days' equals one day in a comparison, but leads to
+    -- a time in the future.
     IF oldest IS NULL OR oldest > clock_timestamp() - interval '1 hour' OR p_limit IS NULL OR p_limit NOT BETWEEN 1 AND 10000 THEN
         RAISE EXCEPTION 'prune keeps one hour at least, and deletes 1 to 10000 rows at a time' USING ERRCODE = '22023';
     END IF;
@@ -478,13 +487,14 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- Nobody may do anything until it is granted: see grants.sql. But whoever was a node before is one still.
+-- PUBLIC has no privileges here: grants.sql grants them to single roles. Roles that were nodes before are granted the
+-- new functions, too.
 REVOKE ALL ON FUNCTION pgleaderlock.is_live_candidate, pgleaderlock.describe_session, pgleaderlock.tick,
     pgleaderlock.note_drain, pgleaderlock.request_of_node, pgleaderlock.request_drain, pgleaderlock.request_resume,
     pgleaderlock.reserve, pgleaderlock.settle_request, pgleaderlock.prune FROM PUBLIC;
 DO $$
 DECLARE
-    node text;  -- as it is quoted, it may be longer than a name
+    node text;  -- not type name: a quoted name may be longer
 BEGIN
     FOR node IN
         SELECT DISTINCT a.grantee::regrole::text

@@ -1,46 +1,49 @@
--- What storms, a specification and hostile hands found: hints outside of decisions, one order of locks, keys checked under
--- the row's lock, rows of another history not trusted, requests that lock nothing.
+-- Fixes for defects that fault injection, a specification and adversarial tests have found. Hints are sent outside of
+-- decisions; all functions take locks in one order; keys are checked under the row's lock; rows of another history are
+-- not trusted; requests lock no rows.
 --
--- Libraries of version 3 go on working: no function of theirs changes its arguments or its answer.
+-- Libraries of version 3 go on working: no function that they call changes its arguments or its result.
 --
 -- THE ORDER OF LOCKS. Every function of the ledger takes its locks in this order, and rows of one table by their key:
 --
---   1. the caller's own row in sessions        a heartbeat needs this one, so nobody else locks it while its backend lives
+--   1. the caller's own row in sessions        a heartbeat needs it: no other session locks it while its backend lives
 --   2. fence keys (advisory, by role)          bump and advance_epoch only
 --   3. leaders                                 by (namespace, role)
 --   4. other rows of sessions                  by session_id: sessions whose backend is gone
 --   5. terms                                   by (namespace, role, epoch)
 --   6. requests                                by request_id
 --
--- events are only inserted. Steps 3 to 6 never wait at all (SKIP LOCKED): what somebody else holds is left to that one, or
--- reported as not done. So a transaction that an operator leaves open delays nobody's heartbeat, and no two functions can
--- wait for each other. The exception is advance_epoch, an operator's command: it waits for fence and row.
+-- Rows of events are only inserted. Steps 3 to 6 never wait at all (SKIP LOCKED): a row that another transaction has
+-- locked is left to that transaction, or reported as not done. So a transaction that an operator leaves open delays no
+-- heartbeat, and no two functions can wait for each other. The exception is advance_epoch, an operator's command: it
+-- waits for the fence and the row.
 --
 -- NO HINTS IN HERE. A NOTIFY can fail or block at commit: its queue is full, or another database's NOTIFY waits for a
--- standby. Whoever calls these functions sends its hint afterwards, in a statement of its own that may fail. The arguments
--- p_channel are kept for libraries of version 3, and not used.
+-- standby. The caller of these functions sends its hint afterwards, in a separate statement that may fail. The
+-- arguments p_channel are kept for libraries of version 3, and are not used.
 
--- A reader that holds a table for long must not make every heartbeat queue up behind this: rather fail, and be run again.
+-- A reader that holds a table for long must not make every heartbeat queue up behind this migration: let it fail after
+-- a second, to be run again.
 SELECT set_config('lock_timeout', '1s', true);
 
--- In which history of this database a session was recorded: see history(). NULL in rows from before version 4.
+-- The history of this database in which a session was recorded: see history(). NULL in rows from before version 4.
 ALTER TABLE pgleaderlock.sessions
     ADD COLUMN system_identifier bigint,
     ADD COLUMN timeline          integer;
 
--- For which term a request to step down is. For which sessions a request to a node is, and what each of them has answered
--- so far. NULL in rows from before version 4.
+-- `epoch`: the term that a request to step down is for. `sessions`: the sessions that a request to a node is for.
+-- `answers`: what each of them has answered so far. The first two are NULL in rows from before version 4.
 ALTER TABLE pgleaderlock.requests
     ADD COLUMN epoch    bigint,
     ADD COLUMN sessions bigint[],
     ADD COLUMN answers  jsonb NOT NULL DEFAULT '{}';
 
--- A role has no key while its key belongs to another name: it was renamed.
+-- A role that was renamed has no key while its key belongs to the new name.
 ALTER TABLE pgleaderlock.leaders ALTER COLUMN key1 DROP NOT NULL, ALTER COLUMN key2 DROP NOT NULL;
 CREATE INDEX terms_open ON pgleaderlock.terms (namespace, role) WHERE ended_at IS NULL;
 
--- Every history that this ledger was written in, and since when: a role that nobody has led in a new one may have been
--- led in commits that were lost with the old one.
+-- Every history in which this ledger was written, and since when. A role that no node has led in a new history may have
+-- been led in commits that were lost with the old one.
 CREATE TABLE pgleaderlock.histories (
     system_identifier  bigint NOT NULL,
     timeline           integer NOT NULL,
@@ -50,8 +53,8 @@ CREATE TABLE pgleaderlock.histories (
 INSERT INTO pgleaderlock.histories (system_identifier, timeline, seen_at)
 SELECT h.system_identifier, h.timeline, '-infinity' FROM pgleaderlock.history() h;
 
--- Is the backend of a recorded session there? One of another database is not: a restored dump has its records, too. (Whose
--- start is hidden from the ledger's owner counts as there.)
+-- Does the backend of a recorded session still run? A backend of another database does not count, because a restored
+-- dump has the records of its original. A backend whose start time the ledger's owner may not see counts as running.
 CREATE FUNCTION pgleaderlock.is_there(p_session pgleaderlock.sessions) RETURNS boolean
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT EXISTS (
@@ -60,7 +63,8 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
           AND (a.backend_start IS NULL OR p_session.backend_start IN (a.backend_start, '-infinity')))
 $$;
 
--- Is this session alive? By its record, and by its backend: one that was killed has a fresh record for a while.
+-- Is this session alive? Checks its record and its backend, because the record of a killed session stays fresh for a
+-- while.
 CREATE FUNCTION pgleaderlock.is_live(p_session pgleaderlock.sessions) RETURNS boolean
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT p_session.ended_at IS NULL
@@ -76,8 +80,9 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
           AND pgleaderlock.is_live(s))
 $$;
 
--- The live sessions that a request to a node is for: those that it names, and what their processes have opened since. A
--- process is known by its instance and its database role: the role cannot be copied.
+-- The live sessions that a request to a node is for: those that it names, and those that their processes have opened
+-- since. A process is identified by its instance and its database role, because another role can copy the instance
+-- only.
 CREATE FUNCTION pgleaderlock.request_targets(p_request pgleaderlock.requests) RETURNS SETOF bigint
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT s.session_id FROM pgleaderlock.sessions s
@@ -89,7 +94,7 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
                      ELSE e.session_id = ANY (p_request.sessions) END)
 $$;
 
--- As in version 3. New: the session's history is recorded, and the first session of a history notes when that began.
+-- As in version 3. New: the session's history is recorded, and the first session of a history records when that began.
 CREATE OR REPLACE FUNCTION pgleaderlock.open_session(
     p_namespace text, p_instance uuid, p_node_id text, p_host text, p_os_pid integer, p_holder_identity text,
     p_gate_s double precision, p_lease_s double precision, p_candidate boolean, p_library_version text,
@@ -107,8 +112,9 @@ BEGIN
         INSERT INTO pgleaderlock.histories (system_identifier, timeline) VALUES (here.system_identifier, here.timeline)
         ON CONFLICT DO NOTHING;
     END IF;
-    -- The caller says when its backend began: the ledger's owner, as whom this runs, may not be allowed to see that. Who
-    -- says nothing, or something wrong, cannot be ended by others when it falls silent, and by nothing else than its lease.
+    -- The caller passes the start time of its backend, because the ledger's owner, as which this function runs, may not
+    -- be allowed to see it. If the caller passes none, or a wrong one, other nodes cannot evict the session when it
+    -- falls silent: only its lease ends it.
     INSERT INTO pgleaderlock.sessions AS s (
         namespace, instance, node_id, host, os_pid, holder_identity, backend_pid, backend_start, database_role,
         gate_s, lease_s, candidate, library_version, system_identifier, timeline)
@@ -116,8 +122,8 @@ BEGIN
         coalesce(p_backend_start, '-infinity'), session_user, p_gate_s, p_lease_s, p_candidate, p_library_version,
         here.system_identifier, here.timeline)
     RETURNING s.session_id INTO own;
-    -- This process has no other session any more, and this backend serves nobody else: what either of them recorded
-    -- before is over.
+    -- This process has no other session any more, and this backend serves no other client: end the earlier sessions
+    -- that either of them has recorded.
     WITH past AS MATERIALIZED (
         SELECT s.session_id FROM pgleaderlock.sessions s
         WHERE (s.instance = p_instance AND s.database_role = session_user OR s.backend_pid = pg_backend_pid())
@@ -142,11 +148,12 @@ BEGIN
 END
 $$;
 
--- The heartbeat of version 4. One per node, whatever the number of roles. `p_settled` names the roles whose predecessor
--- has been waited out since the last beat: the chain of waits ends there. `p_draining`, if given, is what this node has
--- decided itself; nobody else writes to its record. Answers how many roles this session leads and the sum of their epochs,
--- so that a leader whose epoch was taken from it notices; which roles were settled (one that somebody holds is told again
--- next time); what was asked of this node; and the ledger's version, which may have changed since the session began.
+-- The heartbeat of version 4, one per node, whatever the number of roles. `p_settled` names the roles whose predecessor
+-- this node has waited out since the last beat: a successor then no longer has to wait for that predecessor as well.
+-- `p_draining`, if given, is this node's own decision; no other session writes to its record. Returns how many roles
+-- this session leads and the sum of their epochs, so that a leader notices when it has lost an epoch; which roles were
+-- settled (the caller names a role whose row was locked again in its next beat); the requests to this node; and the
+-- ledger's version, which may have changed since the session began.
 CREATE FUNCTION pgleaderlock.heartbeat(
     p_session_id bigint, p_settled text[], p_draining boolean,
     OUT beat bigint, OUT roles bigint, OUT epochs numeric, OUT settled text[], OUT requests jsonb, OUT version integer)
@@ -179,16 +186,17 @@ BEGIN
     FROM pgleaderlock.leaders l WHERE l.session_id = p_session_id AND NOT l.ended;
     SELECT max(v.version) INTO heartbeat.version FROM pgleaderlock.schema_version v;
     IF NOT EXISTS (SELECT FROM pgleaderlock.requests r WHERE r.namespace = me.namespace AND r.done_at IS NULL) THEN
-        RETURN;  -- as nearly always
+        RETURN;  -- the usual case: no open request
     END IF;
-    -- Whatever has been open for too long is over, whoever should have done it.
+    -- Requests that have been open for too long expire.
     UPDATE pgleaderlock.requests r
     SET done_at = clock_timestamp(), outcome = 'expired', detail = 'nobody has done it within 5 minutes'
     WHERE r.request_id IN (
         SELECT o.request_id FROM pgleaderlock.requests o
         WHERE o.namespace = me.namespace AND o.done_at IS NULL AND o.at < clock_timestamp() - interval '5 minutes'
         ORDER BY o.request_id FOR NO KEY UPDATE SKIP LOCKED);
-    -- Nor is a step-down for anybody but the term that was asked: whoever should have written that down could not.
+    -- A request to step down is for one term only. If this session leads a later one, the request is done: it could not
+    -- be settled when that term began.
     UPDATE pgleaderlock.requests r
     SET done_at = clock_timestamp(), outcome = 'done', detail = 'the term that was asked for has ended'
     WHERE r.request_id IN (
@@ -214,19 +222,19 @@ BEGIN
 END
 $$;
 
--- Libraries of version 3 call it by this name.
+-- The heartbeat under the name that libraries of version 3 call.
 CREATE OR REPLACE FUNCTION pgleaderlock.tick(
     p_session_id bigint, p_settled text[], p_draining boolean,
     OUT beat bigint, OUT roles bigint, OUT epochs numeric, OUT requests jsonb, OUT draining boolean)
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-    -- What the heartbeat has just written is younger than this statement's snapshot.
+    -- This statement's snapshot is older than what the heartbeat has just written.
     SELECT h.beat, h.roles, h.epochs, h.requests,
            coalesce(p_draining, (SELECT s.draining FROM pgleaderlock.sessions s WHERE s.session_id = p_session_id))
     FROM pgleaderlock.heartbeat(p_session_id, p_settled, p_draining) h
 $$;
 
--- How long somebody may act who leads by commits that were lost with another history: the longest T that this ledger knows
--- of anybody who may have been alive then.
+-- How long a leader may still act whose term was lost with another history: the longest T of all sessions in this
+-- ledger that may have been alive then.
 CREATE FUNCTION pgleaderlock.longest_wait_s(p_namespace text) RETURNS double precision
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT coalesce(max(s.lease_s), 0) FROM pgleaderlock.sessions s
@@ -234,11 +242,12 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
       AND s.last_heartbeat > clock_timestamp() - greatest(interval '1 hour', make_interval(secs => 2 * s.lease_s))
 $$;
 
--- The second of the two statements that win: the lock was taken by an earlier one, so this one's snapshot is younger than
--- the grant, and the predecessor that it reads is the last there was. The fence is taken exclusively first, so every fenced
--- transaction of an older epoch has ended when the epoch changes. `p_wait_ms` is how long a busy fence may hold this up (0:
--- not at all). Outcomes: `won`; `not_held`: the lock is not this backend's; `busy`: fence or row is held, try again, the
--- others are not delayed; `collision`: the role is led under another key, or the key belongs to another name in use.
+-- Begins terms: the second of the two statements that win a role. An earlier statement took the lock, so the snapshot
+-- of this one is newer than the grant, and the predecessor that it reads is the last one. The fence is taken
+-- exclusively first, so every fenced transaction of an older epoch has ended when the epoch changes. `p_wait_ms` is how
+-- long to wait for a busy fence (0: not at all). Outcomes: `won`; `not_held`: this backend does not hold the lock;
+-- `busy`: the fence or the row is locked, try again (the other roles are not delayed); `collision`: the role is led
+-- under another key, or the key belongs to another name in use.
 CREATE OR REPLACE FUNCTION pgleaderlock.bump(
     p_session_id bigint, p_roles text[], p_key1 integer[], p_key2 integer[], p_wait_ms integer, p_channel text)
 RETURNS TABLE (
@@ -261,7 +270,8 @@ BEGIN
         RAISE EXCEPTION 'bump needs READ COMMITTED' USING ERRCODE = 'PGL03';
     END IF;
     SELECT h.system_identifier, h.timeline INTO here FROM pgleaderlock.history() h;
-    -- A grant counts as a beat: whoever saw this session lead the role before must not take that for a look at this term.
+    -- A grant counts as a beat: a node that saw an earlier term of this session must not take that for a sight of this
+    -- term.
     UPDATE pgleaderlock.sessions s SET beat = s.beat + 1, last_heartbeat = clock_timestamp()
     WHERE s.session_id = p_session_id AND s.backend_pid = pg_backend_pid() AND s.ended_at IS NULL
     RETURNING s.* INTO me;
@@ -269,7 +279,7 @@ BEGIN
         RAISE EXCEPTION 'session % is not recorded for this backend', p_session_id USING ERRCODE = 'PGL03';
     END IF;
 
-    -- Entitled is who holds the lock.
+    -- Entitled: the roles whose lock this backend holds.
     SELECT coalesce(array_agg(a.role ORDER BY a.role), '{}') INTO held
     FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
     JOIN pg_locks k ON k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.pid = pg_backend_pid()
@@ -292,7 +302,7 @@ BEGIN
         END;
     END IF;
 
-    -- The rows. Each statement from here on sees what was committed before it got the fence.
+    -- The rows. Each statement from here on sees what was committed before this transaction took the fence.
     INSERT INTO pgleaderlock.leaders (namespace, role) SELECT me.namespace, r.role FROM unnest(fenced) AS r (role)
     ON CONFLICT (namespace, role) DO NOTHING;
     SELECT coalesce(array_agg(x.role), '{}') INTO ours
@@ -301,9 +311,10 @@ BEGIN
         ORDER BY l.role FOR UPDATE SKIP LOCKED
     ) x;
 
-    -- One name under two keys has two locks, which exclude nobody: as long as somebody holds the one that is recorded, that
-    -- one counts. Looked at under the row's lock: the record may have changed while this waited for the fence. And before
-    -- anything is changed: who is refused must not have taken anything from anybody.
+    -- A role under two keys has two locks, which do not exclude each other. While another session holds the recorded
+    -- one, that one counts. This is checked under the row's lock, because the record may have changed during the wait
+    -- for the fence. It is checked before anything is changed, because a caller that is refused must not have taken a
+    -- key from another role.
     SELECT coalesce(array_agg(a.role), '{}') INTO taken
     FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
     JOIN pgleaderlock.leaders l ON l.namespace = me.namespace AND l.role = a.role
@@ -313,8 +324,8 @@ BEGIN
           AND k.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
           AND k.classid = (l.key1::bigint & 4294967295)::oid AND k.objid = (l.key2::bigint & 4294967295)::oid);
 
-    -- A key that belongs to another name, which nobody leads and no running node has led last: the role was renamed. The
-    -- key moves, and what the successor has to wait for moves with it. The old name keeps its epoch.
+    -- A key of another name that no node leads, and that no other live session has led last: the role was renamed. The
+    -- key moves to the new name, and with it the wait that its successor owes. The old name keeps its epoch.
     FOR other IN
         SELECT a.role AS heir, l.namespace, l.role, l.clean, l.wait_t,
                (l.system_identifier, l.timeline) = (here.system_identifier, here.timeline) AS known
@@ -336,7 +347,7 @@ BEGIN
         END IF;
     END LOOP;
 
-    -- A key that still belongs to another name is somebody else's.
+    -- A key that still belongs to another name is a collision.
     SELECT taken || coalesce(array_agg(a.role), '{}') INTO taken
     FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
     JOIN pgleaderlock.leaders o ON o.key1 = a.key1 AND o.key2 = a.key2 AND (o.namespace, o.role) <> (me.namespace, a.role)
@@ -349,8 +360,8 @@ BEGIN
     FROM unnest(p_roles) AS r (role) WHERE r.role <> ALL (ours) OR r.role = ANY (taken);
     SELECT coalesce(array_agg(r.role), '{}') INTO ours FROM unnest(ours) AS r (role) WHERE r.role <> ALL (taken);
 
-    -- A row of another history is not trusted: its last term may have been followed by others, of which no trace is left.
-    -- Nor is a role that was never led, while such terms may still act. Whoever wins then waits as long as any of them may.
+    -- A row of another history is not trusted: terms that left no trace may have followed its last one. Nor is a role
+    -- that was never led, while such terms may still act. The new leader then waits as long as any of them may act.
     SELECT k.seen_at INTO since FROM pgleaderlock.histories k
     WHERE k.system_identifier = here.system_identifier AND k.timeline = here.timeline;
     longest_s := me.lease_s;
@@ -374,7 +385,8 @@ BEGIN
     ), bumped AS (
         UPDATE pgleaderlock.leaders l
         SET epoch = CASE
-                -- The first epoch of a role: an earlier history may have issued one that was lost with it.
+                -- The first epoch of a role in this ledger: start above every epoch that an earlier, lost history may
+                -- have issued.
                 WHEN prev.epoch = 0 THEN (here.timeline::bigint - 1) * 4294967296 + 1
                 ELSE pgleaderlock.next_number(
                     prev.epoch, prev.system_identifier, prev.timeline, here.system_identifier, here.timeline) END,
@@ -395,7 +407,7 @@ BEGIN
         WHERE t.namespace = me.namespace AND t.role = ANY (ours) AND t.ended_at IS NULL
         ORDER BY t.role, t.epoch FOR NO KEY UPDATE SKIP LOCKED
     ), closed AS (
-        -- A term that nobody has closed was lost; its last sign of life is the best that is known about its end.
+        -- A term without an end was lost. The last heartbeat of its session is the best known time of its end.
         UPDATE pgleaderlock.terms t
         SET ended_at = greatest(t.began_at, prev.last_heartbeat), reason = 'lost'
         FROM open_terms o JOIN prev ON prev.role = o.role
@@ -417,7 +429,7 @@ BEGIN
            prev.session_id, prev.beat, prev.wait_t, prev.clean, prev.instance
     FROM bumped b JOIN prev ON prev.role = b.role;
 
-    -- A request to step down is done with when somebody leads again.
+    -- A request to step down is done when a node leads the role again.
     IF cardinality(ours) > 0 THEN
         UPDATE pgleaderlock.requests r
         SET done_at = clock_timestamp(), outcome = 'done',
@@ -431,9 +443,10 @@ BEGIN
 END
 $$;
 
--- Ends terms; answers which. Matches session and epoch: a late one cannot hurt a newer term. Committed before the unlock, so
--- that whoever wins next finds it. `p_clean` is true only if the releaser had waited its own predecessor out, and no work is
--- in flight: the successor then opens at once. A role whose row somebody holds is not ended, and so not clean.
+-- Ends terms; returns which. Matches session and epoch: a late call cannot end a newer term. The caller commits it
+-- before it releases the lock, so that the next leader sees it. `p_clean` is true only if the leader had waited its own
+-- predecessor out and has no work in flight: the successor's gate then opens at once. A role whose row is locked is not
+-- ended, and so not clean.
 CREATE OR REPLACE FUNCTION pgleaderlock.end_term(
     p_session_id bigint, p_roles text[], p_epochs bigint[], p_clean boolean[], p_reason text)
 RETURNS SETOF text
@@ -473,7 +486,7 @@ BEGIN
 END
 $$;
 
--- Writes down that a silent session was ended by a standby. Ending it is done by the caller, under its own rights.
+-- Records that a standby has ended a silent session. The caller ends the session itself, with its own privileges.
 CREATE OR REPLACE FUNCTION pgleaderlock.note_eviction(p_by_session_id bigint, p_session_id bigint) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -489,7 +502,7 @@ BEGIN
     IF NOT FOUND THEN
         RETURN;
     END IF;
-    -- A backend that still runs was not ended, whatever the caller says.
+    -- Refuse while the backend still runs, whatever the caller says.
     IF pgleaderlock.is_there(silent) THEN
         RAISE EXCEPTION 'session % has not ended', p_session_id USING ERRCODE = 'PGL03';
     END IF;
@@ -508,8 +521,9 @@ BEGIN
 END
 $$;
 
--- Asks the leader of a role to step down, if there is one. With a node named, that one may try first when the role is free.
--- NULL if nobody leads it. Only inserts: the leader reads it with its next heartbeat.
+-- Asks the leader of a role to step down, if there is one. The node `p_to_node_id`, if given, may try first when the
+-- role is free. Returns NULL if no node leads the role. Only inserts: the leader reads the request with its next
+-- heartbeat.
 CREATE OR REPLACE FUNCTION pgleaderlock.request_step_down(p_role text, p_namespace text, p_to_node_id text, p_channel text)
 RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -528,9 +542,9 @@ BEGIN
 END
 $$;
 
--- Asks every session of a node to give up all its roles and compete for none, or to compete again. NULL if there is no such
--- node. Only inserts: the node marks itself with its next heartbeat. Of several wishes the last one counts, because a node
--- obeys them in their order.
+-- Asks every session of a node to give up all its roles and compete for none, or to compete again. Returns NULL if
+-- there is no such node. Only inserts: the node marks its own record with its next heartbeat. Of several requests the
+-- last one counts, because a node obeys them in their order.
 CREATE OR REPLACE FUNCTION pgleaderlock.request_of_node(p_kind text, p_node_id text, p_namespace text, p_channel text)
 RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -551,11 +565,13 @@ BEGIN
 END
 $$;
 
--- From now on, for a moment, others than the named node let it go first. Called before the lock is given back.
+-- Reserves roles that are about to be free: for a moment, other nodes leave them to the nodes that the requests name.
+-- The leader calls this before it releases the locks.
 CREATE OR REPLACE FUNCTION pgleaderlock.reserve(p_session_id bigint, p_request_ids bigint[]) RETURNS void
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     WITH latest AS MATERIALIZED (
-        -- By who leads it, and once; of several wishes for one role the last one counts.
+        -- Only for roles that this session leads, and once per request. Of several requests for one role the last one
+        -- counts.
         SELECT max(r.request_id) AS request_id
         FROM pgleaderlock.requests r
         JOIN pgleaderlock.leaders l ON l.namespace = r.namespace AND l.role = r.role
@@ -571,8 +587,8 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     UPDATE pgleaderlock.requests r SET released_at = clock_timestamp() FROM due WHERE r.request_id = due.request_id
 $$;
 
--- Writes down what became of a request. A step-down is answered by the session that leads the role or led it last; what
--- was asked of a node, by the sessions that were asked, each for itself: it is settled when the last one has answered.
+-- Records the outcome of a request. The session that leads the role, or led it last, answers a step-down. Each session
+-- that was asked answers a request to a node: the request is settled when the last one has answered.
 CREATE OR REPLACE FUNCTION pgleaderlock.settle_request(p_session_id bigint, p_request_id bigint, p_outcome text, p_detail text)
 RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -610,14 +626,15 @@ BEGIN
 END
 $$;
 
--- Moves the epoch of a role far ahead, for those who have restored a backup or lost commits: what was issued in the lost
--- time is below it then. Not for run time. The leader notices at its next beat, and a successor waits as after a loss. It
--- stays within the numbers of this history, in strides of its own: a promotion from before it never comes to the same ones.
+-- Moves the epoch of a role far ahead, above every epoch that was issued in lost commits. For operators, after the
+-- restore of a backup or a loss of commits; no run-time role may call it. The leader notices at its next beat, and a
+-- successor waits as after a loss. The new epoch stays within the 2^32 numbers of this history, in steps of 2^20: a
+-- standby that was promoted from before the call issues numbers above all of them.
 CREATE OR REPLACE FUNCTION pgleaderlock.advance_epoch(
     p_role text, p_namespace text, p_channel text, OUT old_epoch bigint, OUT new_epoch bigint)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
-    -- What is acknowledged must be on disk, as in every session of an election.
+    -- A commit must be on disk before it is acknowledged, as in every session of an election.
     IF current_setting('synchronous_commit') = 'off' THEN
         PERFORM set_config('synchronous_commit', 'on', true);
     END IF;
@@ -649,8 +666,9 @@ BEGIN
 END
 $$;
 
--- Notes which server has the first waiter of a lock, unless that is `p_except`: a hint for whoever calls, to be sent after
--- the commit. One line per hint, in a setting that ends with the transaction; each is a JSON array of the server and the lock.
+-- Notes which server has the first waiter of a lock, unless that server is `p_except`: a hint that the caller sends
+-- after the commit. The notes are lines of a setting that ends with the transaction; each is a JSON array of the server
+-- and the lock.
 CREATE OR REPLACE FUNCTION pgleaderlock.lock_wake(p_lock_name text, p_except text DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -668,13 +686,14 @@ BEGIN
 END
 $$;
 
--- Nobody may do anything until it is granted: see grants.sql. But whoever was a node before is one still.
+-- PUBLIC has no privileges here: grants.sql grants them to single roles. Roles that were nodes before are granted the
+-- new functions, too.
 REVOKE ALL ON pgleaderlock.histories FROM PUBLIC;
 REVOKE ALL ON FUNCTION pgleaderlock.is_there, pgleaderlock.is_live, pgleaderlock.request_targets, pgleaderlock.heartbeat,
     pgleaderlock.longest_wait_s FROM PUBLIC;
 DO $$
 DECLARE
-    node text;  -- as it is quoted, it may be longer than a name
+    node text;  -- not type name: a quoted name may be longer
 BEGIN
     FOR node IN
         SELECT DISTINCT a.grantee::regrole::text

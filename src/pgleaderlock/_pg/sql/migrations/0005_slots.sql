@@ -1,13 +1,14 @@
--- Slots: what is to run once per tick, whoever comes first. Gates: when the leader of a term could act. Wishes: which roles
--- a session competes for, and which role nobody misses any more.
+-- Slots: work that runs once per tick, in the first process that claims it. Gates: when the leader of a term could act.
+-- Declared roles: which roles a session competes for, and which roles an operator has forgotten.
 --
--- Libraries of version 4 go on working: no function of theirs changes its arguments or its answer. Their terms have no word
--- about gates (`gate` is NULL), their sessions none about wishes (`wants` is NULL): they count for every role.
+-- Libraries of version 4 go on working: no function that they call changes its arguments or its result. Their leaders
+-- do not report gates (`gate` is NULL), and their sessions do not declare roles (`wants` is NULL): such a session
+-- counts for every role.
 
 SELECT set_config('lock_timeout', '1s', true);
 
--- One row per tick of a name. `epoch` is the term in which it was claimed last, so whoever leads a later term knows that
--- the runner of an open slot is gone: `outcome` is NULL while it runs, and stays NULL if its runner was lost.
+-- One row per tick of a name. `epoch` is the term of the last claim, so the leader of a later term knows that the
+-- runner of an open slot is gone. `outcome` is NULL while the slot runs, and stays NULL if its runner was lost.
 CREATE TABLE pgleaderlock.slots (
     namespace        text NOT NULL,
     name             text NOT NULL,
@@ -23,9 +24,9 @@ CREATE TABLE pgleaderlock.slots (
 );
 CREATE INDEX slots_latest ON pgleaderlock.slots (namespace, name, claimed_at DESC);
 
--- In which tick a moment lies. Ticks of more than an hour follow the local clock, as a crontab does, from a Monday's
--- midnight on; one of them may last an hour more or less. Shorter ones are counted from local midnight in elapsed time. So
--- a change to summer time neither skips nor doubles one of them.
+-- The tick in which a moment lies. Ticks of more than an hour follow the local clock, as in a crontab, from midnight of
+-- a Monday on; one of them may last an hour more or less. Shorter ones are counted from local midnight in elapsed time.
+-- So a change to summer time neither skips nor doubles a tick.
 CREATE FUNCTION pgleaderlock.tick_of(
     p_at timestamptz, p_every interval, p_time_zone text, OUT begins timestamptz, OUT ends timestamptz)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
@@ -46,10 +47,10 @@ BEGIN
 END
 $$;
 
--- Claims a slot for the leader of this term, or says what became of it. The fence makes sure that the term is the current
--- one, and that no later one begins before this has committed. `p_retry`: a slot that has failed, or whose runner was
--- lost, is claimed again. What this term itself has claimed may be claimed again in any case: only one caller leads it, and
--- the answer may have been lost. Of each name the newest thousand are kept.
+-- Claims a slot for the leader of this term, or returns its state. The fence ensures that the term is the current one,
+-- and that no later one begins before this transaction has committed. With `p_retry`, a slot that has failed, or whose
+-- runner was lost, is claimed again. An open slot that this term has claimed itself may always be claimed again: only
+-- one caller leads the term, and the answer may have been lost. The newest thousand slots of each name are kept.
 CREATE FUNCTION pgleaderlock.claim_slot(
     p_namespace text, p_name text, p_slot text, p_epoch bigint, p_holder text, p_retry boolean,
     OUT claimed boolean, OUT attempts integer, OUT outcome text)
@@ -57,7 +58,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 #variable_conflict use_column
 BEGIN
     PERFORM pgleaderlock.fence(p_name, p_epoch, p_namespace, p_holder);
-    -- In one statement: a claim of this very term, whose answer was lost, may commit just now.
+    -- In one statement, because an earlier claim of this term, whose answer was lost, may commit at this moment.
     INSERT INTO pgleaderlock.slots AS s (namespace, name, slot, epoch, holder_identity)
     VALUES (p_namespace, p_name, p_slot, p_epoch, p_holder)
     ON CONFLICT (namespace, name, slot) DO UPDATE
@@ -67,7 +68,7 @@ BEGIN
        OR p_retry AND (s.outcome = 'failed' OR s.outcome IS NULL AND s.epoch < p_epoch)
     RETURNING s.attempts INTO attempts;
     claimed := FOUND;
-    IF NOT claimed THEN  -- its row is locked all the same, so it is as the statement saw it
+    IF NOT claimed THEN  -- ON CONFLICT has locked the row anyway, so it is unchanged
         SELECT s.attempts, s.outcome INTO attempts, outcome FROM pgleaderlock.slots s
         WHERE s.namespace = p_namespace AND s.name = p_name AND s.slot = p_slot;
     ELSIF attempts = 1 THEN
@@ -79,23 +80,24 @@ BEGIN
 END
 $$;
 
--- What became of a slot, told by the runner that has claimed it. Not fenced: as long as no later term has claimed the slot,
--- what its runner says is true, even if its term was over when the work ended. False if another term has claimed it.
+-- Records the outcome of a slot, reported by the runner that has claimed it. Not fenced: as long as no later term has
+-- claimed the slot, its runner's report is true, even if the runner's term was over when the work ended. Returns false
+-- if another term has claimed the slot.
 CREATE FUNCTION pgleaderlock.finish_slot(
     p_namespace text, p_name text, p_slot text, p_epoch bigint, p_holder text, p_outcome text, p_detail text) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     UPDATE pgleaderlock.slots s SET outcome = p_outcome, detail = p_detail, ended_at = clock_timestamp()
     WHERE s.namespace = p_namespace AND s.name = p_name AND s.slot = p_slot AND s.epoch = p_epoch
-      AND s.holder_identity = p_holder AND (s.outcome IS NULL OR s.outcome = p_outcome);  -- the answer may have been lost
+      AND s.holder_identity = p_holder AND (s.outcome IS NULL OR s.outcome = p_outcome);  -- a repeat is accepted
     RETURN FOUND;
 END
 $$;
 
--- The gate of each term, as its leader tells. `gate` is `open`, or why it is shut; NULL if its leader has never said: a
--- library of version 4. `opened_at`: when it could act for the first time. `opens_at`: when a gate that waits will open.
--- `shut_at`: the last moment at which it could act, NULL while it is open. `gaps`: when it was shut in between, as arrays of
--- two times in milliseconds since 1970 and the reason; the newest hundred.
+-- The gate of each term, as its leader reports it. `gate` is `open`, or why the gate is shut; NULL if the leader has
+-- not reported it, as with a library of version 4. `opened_at`: when the gate first opened. `opens_at`: when a waiting
+-- gate will open. `shut_at`: the last moment at which the leader could act, NULL while the gate is open. `gaps`: when
+-- the gate was shut in between, as arrays of two times in milliseconds since 1970 and the reason; the newest hundred.
 ALTER TABLE pgleaderlock.terms
     ADD COLUMN gate         text,
     ADD COLUMN opened_at    timestamptz,
@@ -105,10 +107,11 @@ ALTER TABLE pgleaderlock.terms
     ADD COLUMN work_failed  boolean NOT NULL DEFAULT false,
     ADD COLUMN gaps         jsonb NOT NULL DEFAULT '[]';
 
--- Records what a leader tells of its gates; answers for which roles it was recorded and, when a gate has opened for the
--- first time in its term, how long nobody could act before (as `history_terms` counts it). A statement of its own, for people
--- only: nothing decides by it, and it may fail. Moments come as ages, in seconds before the send: no two clocks are
--- compared. Locks rows of terms alone (5 in the order of 0004), and waits for none of them: what is left out is told again.
+-- Records a leader's reports of its gates. Returns the roles that were recorded and, for a gate that has opened for the
+-- first time in its term, how long no node could act before (as `history_terms` counts it). A separate statement, for
+-- people only: no decision depends on it, and it may fail. Times are sent as ages, in seconds before the send, so that
+-- no two clocks are compared. It locks only rows of terms (5 in the order of 0004), and waits for none of them: the
+-- leader reports a skipped role again.
 CREATE FUNCTION pgleaderlock.report_gates(p_session_id bigint, p_reports jsonb)
 RETURNS TABLE (role text, failover_s double precision)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -122,8 +125,8 @@ BEGIN
     IF NOT FOUND THEN
         RAISE EXCEPTION 'session % is not recorded for this backend', p_session_id USING ERRCODE = 'PGL03';
     END IF;
-    -- Nobody waits for this: neither for a lock, nor for the disk, nor for a standby. But a lease beats with each message,
-    -- and a beat that others have seen must never be issued again.
+    -- Neither a lock nor the disk nor a standby may delay this for long. But a message of a lease also beats, and a
+    -- beat that other nodes have seen must never be issued again: so a lease does wait for the disk.
     PERFORM set_config('lock_timeout', '50ms', true);
     IF me.hold = 'session' THEN
         PERFORM set_config('synchronous_commit', 'off', true);
@@ -167,11 +170,12 @@ BEGIN
 END
 $$;
 
--- Which roles a session competes for, as it says itself: for people, who ask who could take a role over. NULL: it has not
--- said. An array on its own row, because a heartbeat does not touch it and a long one is kept outside of the row.
+-- The roles that a session competes for, as it declares them: for people who ask which node could take a role over.
+-- NULL: it has not declared any. It is an array on the session's own row: a heartbeat does not touch it, and a long one
+-- is stored outside of the row.
 ALTER TABLE pgleaderlock.sessions ADD COLUMN wants text[];
 
--- Records it. A statement of its own, which may fail: nothing decides by it. Writes to the caller's own row alone.
+-- Records them. A separate statement, which may fail: no decision depends on it. Writes to the caller's own row only.
 CREATE FUNCTION pgleaderlock.declare_roles(p_session_id bigint, p_roles text[]) RETURNS boolean
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     UPDATE pgleaderlock.sessions SET wants = p_roles
@@ -179,11 +183,11 @@ LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS 
     RETURNING true
 $$;
 
--- How long a node that is asked to drain waits for its work; NULL: as long as that takes. Not part of what a heartbeat
--- answers, which libraries of version 4 read as well: a node looks it up when it is asked.
+-- How long a node that is asked to drain waits for its work; NULL: without a limit. A heartbeat does not return it,
+-- because libraries of version 4 read that result as well: a node looks it up when it gets the request.
 ALTER TABLE pgleaderlock.requests ADD COLUMN work_timeout_s double precision CHECK (work_timeout_s > 0);
 
--- As request_drain, with an end of the work.
+-- As request_drain, with a time limit for the work.
 CREATE FUNCTION pgleaderlock.request_drain_within(p_node_id text, p_namespace text, p_work_timeout_s double precision)
 RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -195,11 +199,11 @@ BEGIN
 END
 $$;
 
--- The last epoch of a role when an operator said that nobody misses it any more. While no later term has begun and nobody
--- leads it, lists leave it out: see `role_forgotten` in history.sql.
+-- The last epoch of a role at the moment when an operator forgot the role. While no later term has begun and no node
+-- leads the role, lists leave it out: see `role_forgotten` in history.sql.
 ALTER TABLE pgleaderlock.leaders ADD COLUMN forgotten_epoch bigint;
 
--- Forgets a role in the state in which it was seen; false if another term has begun since.
+-- Forgets a role in the state that the operator saw; returns false if another term has begun since.
 CREATE FUNCTION pgleaderlock.forget_role(p_role text, p_namespace text, p_epoch bigint) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
@@ -214,14 +218,14 @@ BEGIN
 END
 $$;
 
--- Nobody may do anything until it is granted: see grants.sql. But a role that was a node before still is one,
--- and one that could read all the rest can read the slots.
+-- PUBLIC has no privileges here: grants.sql grants them to single roles. Roles that were nodes before are granted the
+-- new functions, too, and roles that could read the ledger can read the slots.
 REVOKE ALL ON pgleaderlock.slots FROM PUBLIC;
 REVOKE ALL ON FUNCTION pgleaderlock.tick_of, pgleaderlock.claim_slot, pgleaderlock.finish_slot, pgleaderlock.report_gates,
     pgleaderlock.declare_roles, pgleaderlock.request_drain_within, pgleaderlock.forget_role FROM PUBLIC;
 DO $$
 DECLARE
-    node text;  -- as it is quoted, it may be longer than a name
+    node text;  -- not type name: a quoted name may be longer
 BEGIN
     FOR node IN
         SELECT DISTINCT a.grantee::regrole::text
@@ -243,24 +247,26 @@ BEGIN
 END
 $$;
 
--- LEASES: nodes without a session of their own, behind a pooler that gives each transaction any backend.
+-- LEASES: nodes without a dedicated session, behind a pooler that may run each transaction on any backend.
 --
--- A lease is a row of sessions, and nothing else. Everything that its owner sends is one message and one transaction, which
--- begins with lease_begin and ends with lease_done; between the two, the row is recorded for this backend, so every
--- function of a session serves a lease as it is. `number` is that of the last message which was carried out: it only rises,
--- so a late or doubled message changes nothing, and the answer to a message settles the fate of all before it. `ended_at`
--- is final. A lease holds no lock between its messages: the roles of one that has not ended are its own by the rows, and
--- whoever wants a role of one that has fallen silent ends it first, at the beat that it stopped at.
+-- A lease is a row of sessions, and nothing else. Everything that its owner sends is one message and one transaction,
+-- which begins with lease_begin and ends with lease_done. Between the two, the row is recorded for this backend, so
+-- every function of a session serves a lease unchanged. `number` is the number of the last message that was carried
+-- out. It only rises: a late or duplicate message changes nothing, and after the answer to a message no earlier one can
+-- be carried out any more. `ended_at` is final. A lease holds no lock between its messages: until it has ended, its
+-- roles are its own by the rows. A node that wants a role of a silent lease first ends the lease, at the beat at which
+-- it stopped.
 --
--- Sessions and leases exclude each other: both begin a term only with the role's advisory lock, a lease has it until the
--- commit, and bump leaves alone what a lease holds that has not ended.
+-- Sessions and leases exclude each other: both begin a term only with the role's advisory lock, which a lease keeps
+-- until the commit, and bump does not begin a term for a role of a lease that has not ended.
 
 ALTER TABLE pgleaderlock.sessions
     ADD COLUMN hold      text NOT NULL DEFAULT 'session' CHECK (hold IN ('session', 'lease')),
     ADD COLUMN number    bigint NOT NULL DEFAULT 0,
-    ADD COLUMN key_hash  bytea UNIQUE;  -- of what only the owner of a lease knows: who reads this table cannot act as it
+    ADD COLUMN key_hash  bytea UNIQUE;  -- of the lease's secret: a reader of this table cannot act as the lease
 
--- As in version 4. New: no backend belongs to a lease, which is there until it ends.
+-- As in version 4. New: a lease has no backend of its own, so it counts as running; `ended_at` says whether it has
+-- ended.
 CREATE OR REPLACE FUNCTION pgleaderlock.is_there(p_session pgleaderlock.sessions) RETURNS boolean
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     SELECT p_session.hold = 'lease' OR EXISTS (
@@ -269,8 +275,9 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
           AND (a.backend_start IS NULL OR p_session.backend_start IN (a.backend_start, '-infinity')))
 $$;
 
--- What the transaction of a lease depends on, whatever the pooler or the DBA has set; until its end. What is acknowledged
--- must be on disk, and a cancelled wait for a standby must be told.
+-- The settings that a lease's transaction depends on, whatever the pooler or the DBA has set; they end with the
+-- transaction. A commit must be on disk before it is acknowledged, and the warning about a cancelled wait for a standby
+-- must reach the client.
 CREATE FUNCTION pgleaderlock.lease_settings() RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
@@ -284,8 +291,8 @@ BEGIN
 END
 $$;
 
--- Records a lease. Idempotent by the caller's key: the message may arrive twice. `p_previous` is the one lease that this
--- process knows to have lost, and it ends here.
+-- Records a lease. Idempotent by the caller's key, because the message may arrive twice. Ends `p_previous`, the lease
+-- that this process has lost before.
 CREATE FUNCTION pgleaderlock.lease_open(
     p_namespace text, p_instance uuid, p_key uuid, p_previous bigint, p_node_id text, p_host text, p_os_pid integer,
     p_holder_identity text, p_gate_s double precision, p_lease_s double precision, p_candidate boolean,
@@ -335,7 +342,7 @@ BEGIN
 END
 $$;
 
--- How every message of a lease begins: with its own row, which stays locked until the commit. PGL06: the lease is over.
+-- Begins every message of a lease: updates its own row, which stays locked until the commit. PGL06: the lease is over.
 -- PGL07: a later message was carried out before this one.
 CREATE FUNCTION pgleaderlock.lease_begin(p_session_id bigint, p_key uuid, p_number bigint) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -360,16 +367,16 @@ BEGIN
 END
 $$;
 
--- How it ends: the backend serves somebody else next.
+-- Ends every message of a lease: its row no longer names the backend, which serves another client next.
 CREATE FUNCTION pgleaderlock.lease_done(p_session_id bigint, p_key uuid) RETURNS void
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
     UPDATE pgleaderlock.sessions s SET backend_pid = 0
     WHERE s.session_id = p_session_id AND s.key_hash = sha256(uuid_send(p_key))
 $$;
 
--- Ends leases that have fallen silent, each at the beat that the caller saw last; a session or a lease may do that. A row
--- that somebody has locked is not silent: its owner beats, or another one ends it. From the commit on, no message of an
--- ended lease is carried out, and the beat that it stopped at is what each successor compares its own sight with.
+-- Ends silent leases, each only at the beat that the caller saw last. A session or a lease may call it. A lease whose
+-- row is locked is not silent: its owner beats, or another node ends it. After the commit, no message of an ended lease
+-- is carried out. Each successor compares the beat at which the lease stopped with the one that it has seen itself.
 CREATE FUNCTION pgleaderlock.end_silent_leases(p_session_id bigint, p_silent bigint[], p_beats bigint[])
 RETURNS SETOF bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -401,9 +408,9 @@ BEGIN
 END
 $$;
 
--- The locks of roles that a lease is about to take, until the commit: as long as a session has one, that role is not free.
--- The lock that is recorded for a role is needed as well, if the caller's is another one. What the ledger shows of a role is
--- read by later statements.
+-- Takes the locks of the roles that a lease is about to take, until the commit: a role is not free while a session
+-- holds its lock. If a role is recorded under another key than the caller's, that key's lock is taken as well. Later
+-- statements read the ledger's rows of the role.
 CREATE FUNCTION pgleaderlock.lease_lock(p_session_id bigint, p_roles text[], p_key1 integer[], p_key2 integer[])
 RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -424,11 +431,13 @@ BEGIN
 END
 $$;
 
--- As in version 4, whose function it calls. New: what a live lease holds is not free, though its lock was. Nobody can begin
--- a term of such a role meanwhile: that takes the lock, which the caller has. A session gets its lock taken away here: an
--- older library would keep it. That one holds it once, and a newer one twice.
--- Nor does a key go to a new name while a lease leads under the old one. No lock tells whether it does: a lease that has been
--- silent for long is ended first, or it would wake up and lead beside its heir. One that beats just now keeps its key.
+-- As in version 4, whose function it calls. New: a role of a lease that has not ended is not free, although its lock
+-- was. Meanwhile no node can begin a term of such a role, because the caller holds the lock that this takes. If the
+-- caller is a session, the lock is released here, because an older library would keep it. An older library holds the
+-- lock once, a newer one twice.
+-- A key does not move to a new name, either, while a lease leads under the old one. No lock shows whether it does. So a
+-- lease that has been silent for long is ended first: otherwise it could wake up and lead beside the new leader. A
+-- lease that still beats keeps its key.
 ALTER FUNCTION pgleaderlock.bump(bigint, text[], integer[], integer[], integer, text) RENAME TO bump_unleased;
 CREATE FUNCTION pgleaderlock.bump(
     p_session_id bigint, p_roles text[], p_key1 integer[], p_key2 integer[], p_wait_ms integer, p_channel text)
@@ -474,7 +483,7 @@ BEGIN
             PERFORM pg_advisory_unlock(a.key1, a.key2)
             FROM unnest(p_roles, p_key1, p_key2) AS a (role, key1, key2)
             JOIN pgleaderlock.sessions me ON me.session_id = p_session_id AND me.hold = 'session'
-            WHERE a.role = ANY (leased) AND EXISTS (  -- of a lock that is not held, PostgreSQL would warn
+            WHERE a.role = ANY (leased) AND EXISTS (  -- otherwise PostgreSQL warns of a lock that is not held
                 SELECT FROM pg_locks k
                 WHERE k.locktype = 'advisory' AND k.granted AND k.objsubid = 2 AND k.pid = pg_backend_pid()
                   AND k.classid = (a.key1::bigint & 4294967295)::oid AND k.objid = (a.key2::bigint & 4294967295)::oid);
@@ -496,12 +505,13 @@ BEGIN
 END
 $$;
 
--- Nobody may do anything until it is granted: see grants.sql. But whoever was a node before is one still.
+-- PUBLIC has no privileges here: grants.sql grants them to single roles. Roles that were nodes before are granted the
+-- new functions, too.
 REVOKE ALL ON FUNCTION pgleaderlock.lease_settings, pgleaderlock.lease_open, pgleaderlock.lease_begin, pgleaderlock.lease_done,
     pgleaderlock.end_silent_leases, pgleaderlock.lease_lock, pgleaderlock.bump FROM PUBLIC;
 DO $$
 DECLARE
-    node text;  -- as it is quoted, it may be longer than a name
+    node text;  -- not type name: a quoted name may be longer
 BEGIN
     FOR node IN
         SELECT DISTINCT a.grantee::regrole::text
