@@ -191,6 +191,67 @@ async def test_a_kill_alone_is_no_damage(tmp_path: Path) -> None:
         await store.close()
 
 
+@pytest.mark.parametrize("what", ["older", "zeros", "bit"])
+async def test_no_damaged_page_of_a_file_that_was_closed_in_order_gives_a_token_again(
+    tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, chance = tmp_path / "locks.db", random.Random(3)
+    store = SqliteStore(path)
+    await store.open()
+    leases = [await acquired(store, f"job-{number}") for number in range(60)]
+    await store.close()
+    older = path.read_bytes()
+    await store.open()
+    for lease in leases:
+        await store.submit([release_of(lease)])
+    told = {lease.lock_name: (await acquired(store, lease.lock_name)).fencing_token for lease in leases}
+    await store.close()
+    whole = path.read_bytes()
+    opened = refused = 0
+    for at in range(0, len(whole), file.PAGE_BYTES):
+        page = slice(at, at + file.PAGE_BYTES)
+        data = bytearray(whole)
+        if what == "older":
+            data[page] = older[page]
+        elif what == "zeros":
+            data[page] = bytes(file.PAGE_BYTES)
+        else:
+            data[at + chance.randrange(file.PAGE_BYTES)] ^= 1 << chance.randrange(8)
+        if bytes(data) == whole or not any(data[:100]):
+            continue  # without its first bytes it is no database
+        folder = tmp_path / f"damaged-{at}"
+        folder.mkdir()
+        shutil.copy(mark.mark_path(path), mark.mark_path(folder / path.name))
+        (folder / path.name).write_bytes(data)
+        damaged_one = SqliteStore(folder / path.name)
+        try:
+            await damaged_one.open()
+        except StoreError:
+            refused += 1  # it is no valid database
+            continue
+        opened += 1
+        assert damaged_one.found.lost is not None
+        for name, token in told.items():
+            outcome = (await damaged_one.submit([Acquire(name, "bob", 30_000)]))[0]
+            assert not isinstance(outcome, Granted) or outcome.fencing_token > token
+        await damaged_one.close()
+    assert caplog.text.count("store_damaged") == opened
+    assert opened >= 3 if what == "older" else opened + refused >= 3
+
+
+async def test_a_file_that_was_only_looked_at_since_its_end_is_whole(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "locks.db")
+    await store.open()
+    lease = await acquired(store, "job")
+    await store.close()
+    assert (await store.examine()).lost is None
+    await store.open()
+    assert (store.found.unclean, store.found.lost) == (False, None)
+    await store.submit([release_of(lease)])
+    assert (await acquired(store, "job")).fencing_token == lease.fencing_token + 1
+    await store.close()
+
+
 async def test_an_older_copy_of_the_file_beside_its_mark_reuses_no_token(tmp_path: Path) -> None:
     path, copy = tmp_path / "locks.db", tmp_path / "copy.db"
     store = SqliteStore(path)

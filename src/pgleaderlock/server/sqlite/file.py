@@ -27,6 +27,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "Claim",
     "Identity",
+    "check_integrity",
     "described",
     "explained",
     "open_copier",
@@ -234,12 +235,17 @@ def open_to_look(path: Path, vfs: str | None) -> apsw.Connection:
             connection.set_busy_timeout(BUSY_MS)
             connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, Path(f"{path}-wal").exists())
             _refuse_strange(connection, path)
-            if (problem := connection.execute("PRAGMA integrity_check(1)").get) != "ok":
-                raise apsw.CorruptError(problem)
+            check_integrity(connection)
         except BaseException:
             connection.close(True)
             raise
     return connection
+
+
+def check_integrity(connection: apsw.Connection) -> None:
+    """Reads the whole file. Raises `apsw.CorruptError` if it is no valid database."""
+    if (problem := connection.execute("PRAGMA integrity_check(1)").get) != "ok":
+        raise apsw.CorruptError(problem)
 
 
 def _tighten(path: Path) -> None:

@@ -9,6 +9,9 @@ the rest would be lost, and their tokens granted again. So the mark keeps two th
   process is killed. A log with fewer pages than noted was damaged. After a restart of the machine, the note proves
   nothing and is not compared.
 
+After a clean end there is a third: a checksum of the file. SQLite has none in its pages, so a page that the disk has
+lost, or written long ago and never again, may look valid and have old tokens in it.
+
 An old copy of the file is recognised by its run number, or by its run not having ended. If the mark itself is lost, the
 age of the file is unknown, and tokens continue far above those in it.
 
@@ -25,7 +28,7 @@ from typing import NamedTuple
 
 import apsw
 
-from pgleaderlock.server.sqlite.file import LOG_HEADER_BYTES, described, sql, sync_folder
+from pgleaderlock.server.sqlite.file import LOG_HEADER_BYTES, check_integrity, described, sql, sync_folder
 from pgleaderlock.server.store import StoreError
 
 __all__ = ["RESERVED_TOKENS", "Left", "Mark", "begin_run", "examine"]
@@ -35,7 +38,7 @@ RESERVED_TOKENS = 10_000
 UNKNOWN_TOKENS = 1_000_000
 """Without a mark, tokens continue this far above the highest one in the file."""
 MAGIC = b"pgllmark"
-HEAD = struct.Struct("<8sqqq?16s")
+HEAD = struct.Struct("<8sqqq?I16s")
 CHECKSUM = struct.Struct("<I")
 HEAD_BYTES = HEAD.size + CHECKSUM.size
 NOTE = struct.Struct("<IIII")
@@ -43,6 +46,7 @@ NOTE_AT = 128
 NOTE_CHECK = 0x6D61726B
 LOG_SALTS = struct.Struct(">16xII")
 _ANY_LENGTH = 1 << 62
+_PART_BYTES = 1 << 20
 
 
 class Head(NamedTuple):
@@ -53,6 +57,8 @@ class Head(NamedTuple):
     ceiling: int
     clean: bool
     """The run has ended cleanly: all of its log is in the file."""
+    checksum: int
+    """Of the file, after a clean end."""
     boot: bytes
     """The boot id of the machine when this was written."""
 
@@ -141,10 +147,12 @@ def examine(connection: apsw.Connection, path: Path) -> Left:
     if read is not None:
         head, noted = read
         if head.clean and (store_id, run, ended) == (head.store_id, head.run, run):
-            return Left(head.store_id, run, 0, head.ceiling, False, None)
+            if head.checksum == _checksum_of(path):
+                return Left(head.store_id, run, 0, head.ceiling, False, None)
+            check_integrity(connection)
         if store_id is None or (store_id == head.store_id and run <= head.run + 1):  # a start writes it last
             # A file that has lost everything is still the same store: its tokens continue.
-            lost = _lost(head, noted, log, run)
+            lost = _lost(head, noted, log, run, ended)
             return Left(head.store_id, run, head.ceiling, max(head.ceiling, highest), True, lost)
         trouble = "belongs to another store, or is older than the file"
     floor = max(highest + UNKNOWN_TOKENS, 0 if read is None else read[0].ceiling)
@@ -152,18 +160,20 @@ def examine(connection: apsw.Connection, path: Path) -> Left:
     return Left(secrets.randbits(63) if store_id is None else store_id, run, floor, floor, True, lost)
 
 
-def _lost(head: Head, noted: LogState | None, log: LogState, run: int) -> str | None:
+def _lost(head: Head, noted: LogState | None, log: LogState, run: int, ended: int) -> str | None:
     """What is missing from the file and its log according to the mark; None if nothing is."""
     lost = lost_of_log(noted, log) if noted is not None and not head.clean and head.boot == boot() else None
-    if lost is None and (run < head.run or head.clean):
+    if lost is None and (run < head.run or (head.clean and ended != run)):
         lost = "the file is older than its mark: a copy from earlier, or its log is missing"
+    if lost is None and head.clean:
+        lost = "the file is not what the last run has left: a page of it is damaged, or another program has changed it"
     return lost
 
 
 def begin_run(connection: apsw.Connection, path: Path, left: Left) -> tuple["Mark", int]:
     """Begins a new run: writes its number and the new mark durably. Returns the mark and the number."""
     # Write the mark with the number of the last run first: if there is no space for it, no run has been counted.
-    mark = Mark(path, Head(left.store_id, left.run, left.ceiling, False, boot()))
+    mark = Mark(path, Head(left.store_id, left.run, left.ceiling, False, 0, boot()))
     try:
         with described(path):
             with connection:
@@ -258,9 +268,9 @@ class Mark:
     def end(self, *, in_order: bool) -> None:
         """Called when the file is closed. `in_order`: the file records that its run has ended. The end is clean if
         SQLite has also removed the log. May be called repeatedly."""
-        with contextlib.suppress(StoreError):  # then the end does not count as clean
+        with contextlib.suppress(StoreError, OSError):  # then the end does not count as clean
             if in_order and self._fd >= 0 and not Path(f"{self._path}-wal").exists():
-                self._write(self._head._replace(clean=True))
+                self._write(self._head._replace(clean=True, checksum=_checksum_of(self._path)))
         self.close()
 
     def close(self) -> None:
@@ -273,6 +283,14 @@ class Mark:
         with described(mark_path(self._path)):
             durably(self._fd, head.encode())
         self._head = head
+
+
+def _checksum_of(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while part := file.read(_PART_BYTES):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def durably(fd: int, data: bytes) -> None:
