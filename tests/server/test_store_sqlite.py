@@ -394,8 +394,7 @@ async def test_a_row_that_somebody_deletes_by_hand_resets_no_token(opened: OpenS
     async with opened() as store:
         lease = await acquired(store, "job")
         before = await store.get("job")
-    write(path, "DELETE FROM locks")
-    async with opened() as store:
+        write(path, "DELETE FROM locks")
         assert (await acquired(store, "job")).fencing_token == lease.fencing_token + 1
         assert (await store.get("job")).version > before.version
 
