@@ -6,7 +6,7 @@ Must never depend on how a store keeps locks, and never keep a lock in memory: t
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,12 @@ from pgleaderlock.server.store import (
     StoreFull,
 )
 
-__all__ = ["Asked", "Service", "ServiceLimits"]
+__all__ = ["BATCH_SLICE", "Asked", "Service", "ServiceLimits"]
 
 _READY_CHECK_TIMEOUT_S = 5.0
+BATCH_SLICE = 50
+"""How many operations of a batch are counted and logged before other callbacks of the event loop get their turn: 500
+log lines in one callback would hold up every other request."""
 _RETRY_SOON = (b"retry-after", b"1")
 _RETRY_LATER = (b"retry-after", b"60")
 _REFUSED = frozenset({Held, KeyReused, NotRenewed, NotReleased, StoreFull})
@@ -237,24 +240,41 @@ class Service:
             raise self._unavailable(error) from error
         finally:
             self._metrics.observe("batch", time.perf_counter() - began)
-        results = []
+        results: list[wire.BatchResult] = []
+        concluded = self._concluded(operations, refusals, outcomes, (time.perf_counter() - began) * 1000)
+        try:
+            for result in concluded:
+                results.append(result)
+                if len(results) % BATCH_SLICE == 0:
+                    await asyncio.sleep(0)
+        finally:
+            # A cancellation undoes no operation, so the rest are counted and logged as well.
+            results.extend(concluded)
+        return Answer(200, wire.encode(wire.BatchReply(results)))
+
+    def _concluded(
+        self,
+        operations: Sequence[Operation],
+        refusals: Sequence[Refusal | None],
+        outcomes: Sequence[Outcome],
+        latency_ms: float,
+    ) -> Iterator[wire.BatchResult]:
+        """The result of each operation of a batch, which is counted and logged when its result is asked for."""
         in_order = iter(outcomes)
-        latency_ms = (time.perf_counter() - began) * 1000
         for operation, refusal in zip(operations, refusals, strict=True):
             if refusal is not None:
-                results.append(wire.BatchResult(refusal.status, ErrorReply(refusal.error)))
+                yield wire.BatchResult(refusal.status, ErrorReply(refusal.error))
                 continue
             outcome = next(in_order)
             self._count(_OPS[type(operation)], outcome)
             if self._log_operations:
                 self._log_operation(operation, outcome, latency_ms)
             if isinstance(outcome, StoreFull):
-                results.append(wire.BatchResult(503, ErrorReply(self._full(outcome))))
+                yield wire.BatchResult(503, ErrorReply(self._full(outcome)))
             elif isinstance(outcome, KeyReused):
-                results.append(wire.BatchResult(422, ErrorReply(_key_reused(outcome))))
+                yield wire.BatchResult(422, ErrorReply(_key_reused(outcome)))
             else:
-                results.append(wire.BatchResult(*wire.reply_of(outcome)))
-        return Answer(200, wire.encode(wire.BatchReply(results)))
+                yield wire.BatchResult(*wire.reply_of(outcome))
 
     # --- Reads, and break
 
