@@ -375,6 +375,47 @@ def operation_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record for record in caplog.records if record.message.startswith("operation ")]
 
 
+TEAM = Caller("team", prefix="team/")
+
+
+async def test_each_operation_is_logged_with_the_name_of_its_token(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    service, _ = logging_service()
+    for caller in (TEAM, Caller("anyone"), ANYONE):
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        service.begin(Acquire("team/job", "w", 1000), 0, answer.set_result, caller)
+        await answer
+    items = [wire.BatchRelease(name, "w", "l", 1) for name in ("team/job", "other")]
+    await service.batch(TEAM, items)
+    assert [(line.op, line.by, line.outcome) for line in operation_lines(caplog)] == [
+        ("acquire", "team", "granted"),
+        ("acquire", "anyone", "granted"),
+        ("acquire", "-", "granted"),
+        ("release", "team", "released"),
+        ("release", "team", "refused"),
+    ]
+
+
+async def test_an_operation_that_is_refused_without_the_store_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    service, store = logging_service(waiters_max=1, strict_names=True)
+    asked_for, waiting = begun(service, ACQUIRE, 60_000)
+    await store.parked.wait()
+    assert (await answer_to(service, Acquire("other", "w", 1000), 1)).status == 429
+    assert (await answer_to(service, Acquire("job ", "w", 1000))).status == 400
+    asked_for.client_left()
+    await waiting
+    service.stop()
+    assert (await answer_to(service, ACQUIRE, 1)).status == 503
+    assert [(line.lock, line.by, line.outcome) for line in operation_lines(caplog)] == [
+        ("other", "-", "refused"),
+        ("job ", "-", "refused"),
+        ("job", "-", "refused"),
+        ("job", "-", "refused"),
+    ]
+    assert all(line.latency_ms >= 0 for line in operation_lines(caplog))
+
+
 BATCH = [wire.BatchRelease(f"job-{number}", "w", "l", 1) for number in range(500)]
 
 
