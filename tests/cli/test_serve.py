@@ -54,8 +54,13 @@ def test_damage_of_the_log_is_told_by_check_by_the_log_and_by_a_metric(tmp_path:
         done = command("serve", "--check", "--store", store)
         assert done.code == 2
         assert "in use by another lock server" in done.err
+    kept = [tmp_path / name for name in ("locks.db", "locks.db-wal", "locks.db-mark")]
+    before = [path.read_bytes() for path in kept]
+    (tmp_path / "locks.db-owner").unlink()
     done = command("serve", "--check", "--store", store)  # that one was killed
     assert done.code == 0
+    assert [path.read_bytes() for path in kept] == before
+    assert (tmp_path / "locks.db-owner").exists(), "the claim is all that it leaves"
     assert "is sound; the last run did not end in order" in done.out
     log = tmp_path / "locks.db-wal"
     data = bytearray(log.read_bytes())
@@ -288,6 +293,13 @@ def test_every_option_arrives_in_the_settings(tmp_path: Path) -> None:
         for each in dataclasses.fields(part):
             if each.name != "header_bytes_max":  # which no option sets
                 assert getattr(part, each.name) != getattr(default, each.name), "a default proves nothing"
+
+
+def test_every_variable_of_serve_that_the_pages_name_exists() -> None:
+    known = {option.envvar for option in serve.params}
+    for page in (Path(__file__).parents[2] / "docs").glob("*.md"):
+        named = set(re.findall(r"PGLEADERLOCK_SERVE_[A-Z_]+[A-Z]", page.read_text()))
+        assert named <= known, page
 
 
 @pytest.mark.parametrize(("connections", "waiters"), [("1024", 512), ("2000", 512), ("100", 50), ("1", 1)])
