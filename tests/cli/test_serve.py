@@ -1,5 +1,6 @@
 """`pgleaderlock serve`: where its settings come from, what it refuses to do, and what it says then."""
 
+import dataclasses
 import json
 import re
 import signal
@@ -11,8 +12,11 @@ from psycopg.conninfo import conninfo_to_dict
 
 from conftest import StartServer
 from pgleaderlock._http.access import Tokens
-from pgleaderlock.cli.serve import serve
+from pgleaderlock._http.server import ServingLimits, Tls
+from pgleaderlock.cli.serve import _settings, serve
 from pgleaderlock.errors import ConfigurationError
+from pgleaderlock.server.run import ServerSettings
+from pgleaderlock.server.service import ServiceLimits
 from support.lockserver import TOKEN_FILE, acquire, certificate, is_answered_200, lock_server, postgres_url
 from support.program import command, running
 
@@ -50,8 +54,13 @@ def test_damage_of_the_log_is_told_by_check_by_the_log_and_by_a_metric(tmp_path:
         done = command("serve", "--check", "--store", store)
         assert done.code == 2
         assert "in use by another lock server" in done.err
+    kept = [tmp_path / name for name in ("locks.db", "locks.db-wal", "locks.db-mark")]
+    before = [path.read_bytes() for path in kept]
+    (tmp_path / "locks.db-owner").unlink()
     done = command("serve", "--check", "--store", store)  # that one was killed
     assert done.code == 0
+    assert [path.read_bytes() for path in kept] == before
+    assert (tmp_path / "locks.db-owner").exists(), "the claim is all that it leaves"
     assert "is sound; the last run did not end in order" in done.out
     log = tmp_path / "locks.db-wal"
     data = bytearray(log.read_bytes())
@@ -237,6 +246,67 @@ log_level = "debug"
         server.until('"event": "request"')
     (line,) = [json.loads(line) for line in server.err.splitlines() if '"event": "request"' in line]
     assert (line["method"], line["path"], line["status"], line["request_id"]) == ("GET", "/healthz", 200, "r-7")
+
+
+def test_every_option_arrives_in_the_settings(tmp_path: Path) -> None:
+    given = {
+        "--host": "127.0.0.7",
+        "--port": "7427",
+        "--token-file": f"{tmp_path}/tokens.toml",
+        "--allowed-host": "locks.example",
+        "--tls-cert": f"{tmp_path}/cert.pem",
+        "--tls-key": f"{tmp_path}/key.pem",
+        "--max-connections": "101",
+        "--max-connections-per-address": "11",
+        "--max-waiters": "31",
+        "--max-waiters-share": "7",
+        "--max-wait": "41s",
+        "--sweep-interval": "500ms",
+        "--header-timeout": "13s",
+        "--body-timeout": "17s",
+    }
+    elsewhere = {"config", "store", "import_go", "max_locks", "dsn", "namespace", "channel"} | {
+        "check", "log_format", "log_level"
+    }  # fmt: skip
+    flags = ["--access-log", "--strict-names"]
+    assert {option.opts[0] for option in serve.params if option.name not in elsewhere} == {*given, *flags}
+    context = serve.make_context("serve", [*(word for pair in given.items() for word in pair), *flags])
+    expected = ServerSettings(
+        host="127.0.0.7",
+        port=7427,
+        token_file=tmp_path / "tokens.toml",
+        allowed_hosts=("locks.example",),
+        tls=Tls(tmp_path / "cert.pem", tmp_path / "key.pem"),
+        body_timeout_s=17.0,
+        access_log=True,
+        serving=ServingLimits(connections_max=101, connections_per_address_max=11, header_timeout_s=13.0),
+        service=ServiceLimits(
+            waiters_max=31, waiters_share=7, wait_ms_max=41_000, sweep_interval_s=0.5, strict_names=True
+        ),
+    )
+    assert _settings(context.params) == expected
+    for part, default in (
+        (expected, ServerSettings()),
+        (expected.serving, ServingLimits()),
+        (expected.service, ServiceLimits()),
+    ):
+        for each in dataclasses.fields(part):
+            if each.name != "header_bytes_max":  # which no option sets
+                assert getattr(part, each.name) != getattr(default, each.name), "a default proves nothing"
+
+
+def test_every_variable_of_serve_that_the_pages_name_exists() -> None:
+    known = {option.envvar for option in serve.params}
+    for page in (Path(__file__).parents[2] / "docs").glob("*.md"):
+        named = set(re.findall(r"PGLEADERLOCK_SERVE_[A-Z_]+[A-Z]", page.read_text()))
+        assert named <= known, page
+
+
+@pytest.mark.parametrize(("connections", "waiters"), [("1024", 512), ("2000", 512), ("100", 50), ("1", 1)])
+def test_half_of_the_connections_may_wait_if_nothing_is_said(connections: str, waiters: int) -> None:
+    context = serve.make_context("serve", ["--max-connections", connections])
+    limits = _settings(context.params).service
+    assert (limits.waiters_max, limits.waiters_share) == (waiters, None)
 
 
 @pytest.mark.parametrize(

@@ -538,6 +538,29 @@ def test_a_retry_comes_within_the_bounds_of_the_client(
     assert all(least_s <= pause <= most_s for pause in network.pauses)
 
 
+@pytest.mark.parametrize("client", [public.AsyncLockClient, public.LockClient])
+@pytest.mark.parametrize(
+    ("setting", "least_s", "most_s"),
+    [
+        ({"retry_delay_s_min": 5.0, "retry_jitter": 0.0}, 5.0, 5.0),
+        ({"retry_delay_s_max": 0.1, "retry_jitter": 0.0}, 0.1, 0.1),
+        ({"retry_jitter": 0.0}, 0.4, 0.4),
+        ({}, 0.4, 0.6),
+    ],
+    ids=str,
+)
+def test_the_bounds_given_to_a_client_are_those_of_its_retries(
+    clock: StillClock, client: type[BaseClient], setting: dict[str, float], least_s: float, most_s: float
+) -> None:
+    given: Any = setting
+    network = Network(clock, [held(400)] * 20 + [granted()])
+    core = client("http://one:1", clock=clock, **given)._core
+    assert _with_retry(core, network, max_retries=20, max_total_wait_s=600.0).valid
+    assert all(least_s <= pause <= most_s for pause in network.pauses)
+    if not setting:
+        assert len(set(network.pauses)) > 1
+
+
 @pytest.mark.parametrize("delays", [(-1.0, 2.0, 0.5), (3.0, 2.0, 0.5), (0.0, float("inf"), 0.5), (0.0, 2.0, -0.1)])
 def test_bounds_that_cannot_be_kept_are_refused(delays: tuple[float, float, float]) -> None:
     with pytest.raises(ConfigurationError, match="retry_"):

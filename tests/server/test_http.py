@@ -113,13 +113,13 @@ def test_each_operation_is_logged_with_owner_token_and_outcome_and_no_lease_id(t
         server.program.until("not_released")
         server.stop()
         lines = [json.loads(line) for line in server.program.err.splitlines()]
-    shown = ("op", "lock", "owner", "fencing_token", "outcome")
+    shown = ("op", "lock", "owner", "by", "fencing_token", "outcome")
     assert [tuple(line[key] for key in shown) for line in lines if line["event"] == "operation"] == [
-        ("acquire", "job", "w1", 1, "granted"),
-        ("acquire", "job", "w2", "-", "held"),
-        ("renew", "job", "w1", 1, "renewed"),
-        ("release", "job", "w1", 1, "released"),
-        ("release", "job", "w1", 1, "not_released"),
+        ("acquire", "job", "w1", "-", 1, "granted"),
+        ("acquire", "job", "w2", "-", "-", "held"),
+        ("renew", "job", "w1", "-", 1, "renewed"),
+        ("release", "job", "w1", "-", 1, "released"),
+        ("release", "job", "w1", "-", 1, "not_released"),
     ]
     assert lease["lease_id"] not in server.program.err
 

@@ -1,9 +1,13 @@
 """Taking over from the Go LockServer: its tokens go on rising, its leases go on."""
 
 import contextlib
+import hashlib
+import os
+import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -82,6 +86,74 @@ def test_a_database_that_is_in_use_is_refused(stopped: Path) -> None:
             read_original(stopped)
         user.communicate("")
     assert read_original(stopped)
+
+
+KILLED = """
+import os, sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("INSERT INTO tokens VALUES ('last', 77)")
+os._exit(0)
+"""
+
+
+def killed(path: Path) -> None:
+    """A server has written to the log of this database and was killed."""
+    subprocess.run([sys.executable, "-c", KILLED, str(path)], check=True)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("lockserver.db*")}
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+@pytest.mark.parametrize("with_index", [False, True])
+def test_the_log_of_a_killed_server_is_read_and_neither_file_is_changed(
+    tmp_path: Path, stopped: Path, through_link: bool, with_index: bool
+) -> None:
+    killed(stopped)
+    if not with_index:
+        (tmp_path / "lockserver.db-shm").unlink()
+    before = contents(tmp_path)
+    assert {"lockserver.db", "lockserver.db-wal"} <= before.keys()
+    link = tmp_path / "link.db"
+    link.symlink_to(stopped)
+    assert Adopted("last", 77, 0) in read_original(link if through_link else stopped)
+    assert contents(tmp_path) == before
+
+
+def test_a_database_that_was_closed_in_order_gets_no_log(tmp_path: Path, stopped: Path) -> None:
+    before = contents(tmp_path)
+    assert before.keys() == {"lockserver.db"}
+    assert read_original(stopped)
+    assert contents(tmp_path) == before
+
+
+@contextlib.contextmanager
+def plain_user() -> Iterator[None]:
+    """This process as a user whom permissions bind, also if it is root's."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+@pytest.mark.parametrize("read_only", ["folder", "file"])
+def test_a_database_where_nothing_can_be_written_is_refused_with_the_remedy(stopped: Path, read_only: str) -> None:
+    # A plain user cannot enter root's tmp_path.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file = Path(shutil.copy(stopped, folder))
+        file.chmod(0o444 if read_only == "file" else 0o666)
+        folder.chmod(0o555 if read_only == "folder" else 0o777)
+        try:
+            with plain_user(), pytest.raises(StoreError, match="copy the file, and its -wal"):
+                read_original(file)
+        finally:
+            folder.chmod(0o700)
 
 
 def test_a_file_that_is_no_such_database_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ A real store is rarely busy when a test wants it to be: this one does as it is t
 """
 
 import asyncio
+import itertools
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from pgleaderlock._http.server import ClientGone, Waits, read_body
 from pgleaderlock.server import wire
 from pgleaderlock.server.app import LockApp
 from pgleaderlock.server.metrics import Metrics
-from pgleaderlock.server.service import Asked, Service, ServiceLimits
+from pgleaderlock.server.service import BATCH_SLICE, Asked, Service, ServiceLimits
 from pgleaderlock.server.store import (
     Acquire,
     Adopted,
@@ -360,6 +361,94 @@ async def test_a_client_that_leaves_takes_back_no_operation_that_does_not_wait()
     asked.client_left()
     assert (await answer).status == 200
     assert store.applied == [Release("job", "w", "lease", 1)]
+
+
+# --- The log of operations
+
+
+def logging_service(**limits: Any) -> tuple[Service, ObedientStore]:
+    store = ObedientStore()
+    return Service(store, Metrics(), ServiceLimits(**limits), log_operations=True), store
+
+
+def operation_lines(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [record for record in caplog.records if record.message.startswith("operation ")]
+
+
+TEAM = Caller("team", prefix="team/")
+
+
+async def test_each_operation_is_logged_with_the_name_of_its_token(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    service, _ = logging_service()
+    for caller in (TEAM, Caller("anyone"), ANYONE):
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        service.begin(Acquire("team/job", "w", 1000), 0, answer.set_result, caller)
+        await answer
+    items = [wire.BatchRelease(name, "w", "l", 1) for name in ("team/job", "other")]
+    await service.batch(TEAM, items)
+    assert [(line.op, line.by, line.outcome) for line in operation_lines(caplog)] == [
+        ("acquire", "team", "granted"),
+        ("acquire", "anyone", "granted"),
+        ("acquire", "-", "granted"),
+        ("release", "team", "released"),
+        ("release", "team", "refused"),
+    ]
+
+
+async def test_an_operation_that_is_refused_without_the_store_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    service, store = logging_service(waiters_max=1, strict_names=True)
+    asked_for, waiting = begun(service, ACQUIRE, 60_000)
+    await store.parked.wait()
+    assert (await answer_to(service, Acquire("other", "w", 1000), 1)).status == 429
+    assert (await answer_to(service, Acquire("job ", "w", 1000))).status == 400
+    asked_for.client_left()
+    await waiting
+    service.stop()
+    assert (await answer_to(service, ACQUIRE, 1)).status == 503
+    assert [(line.lock, line.by, line.outcome) for line in operation_lines(caplog)] == [
+        ("other", "-", "refused"),
+        ("job ", "-", "refused"),
+        ("job", "-", "refused"),
+        ("job", "-", "refused"),
+    ]
+    assert all(line.latency_ms >= 0 for line in operation_lines(caplog))
+
+
+BATCH = [wire.BatchRelease(f"job-{number}", "w", "l", 1) for number in range(500)]
+
+
+async def test_a_batch_is_logged_in_slices_between_which_others_get_their_turn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    service, _ = logging_service()
+    batch = asyncio.ensure_future(service.batch(ANYONE, BATCH))
+    seen = [0]
+    while not batch.done():
+        await asyncio.sleep(0)
+        seen.append(len(operation_lines(caplog)))
+    assert max(later - earlier for earlier, later in itertools.pairwise(seen)) == BATCH_SLICE
+    assert [line.lock for line in operation_lines(caplog)] == [item.lock_name for item in BATCH]
+    results = json.loads((await batch).body)["results"]
+    assert results == [{"status": 200, "body": {"released": True}}] * 500
+
+
+async def test_a_batch_that_is_cancelled_between_two_slices_is_logged_and_counted_to_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    service, _ = logging_service()
+    batch = asyncio.ensure_future(service.batch(ANYONE, BATCH))
+    while not operation_lines(caplog):
+        await asyncio.sleep(0)
+    assert len(operation_lines(caplog)) == BATCH_SLICE
+    batch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await batch
+    assert [line.lock for line in operation_lines(caplog)] == [item.lock_name for item in BATCH]
+    assert value(service._metrics, 'lock_release_total{result="success"}') == 500
 
 
 # --- Bodies

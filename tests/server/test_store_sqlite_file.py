@@ -377,7 +377,21 @@ async def test_a_damaged_file_is_refused(opened: OpenStore, path: Path) -> None:
 async def test_a_network_file_system_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _sqlite_file._file_system(Path("/proc/self")) == "proc"
     monkeypatch.setattr(_sqlite_file, "_file_system", lambda folder: "nfs4")
-    await refused(path, r"network file system \(nfs4\)")
+    await refused(path, r"network or shared file system \(nfs4\)")
+
+
+@pytest.mark.parametrize("kind", ["9p", "virtiofs", "vboxsf", "fuse.grpcfuse"])
+async def test_a_folder_of_the_host_is_refused(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = path.parent.resolve()
+    mounted = f"36 35 0:52 / {folder} rw,relatime shared:1 - {kind} share rw,access=client\n"
+    real = Path.read_bytes
+
+    def read_bytes(file: Path) -> bytes:
+        return real(file) + (mounted.encode() if file == Path("/proc/self/mountinfo") else b"")
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    await refused(path, rf"network or shared file system \({kind}\)")
+    assert not path.exists()
 
 
 async def test_a_store_that_could_not_be_opened_can_be_opened_when_the_cause_is_gone(path: Path) -> None:

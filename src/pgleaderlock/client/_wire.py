@@ -57,7 +57,8 @@ class Granted(NamedTuple):
     replayed: bool
     """The lease was granted to an earlier request with the same key."""
     remaining_ms: int | None = None
-    """How long the lease was still valid when the server answered. None: the server does not say."""
+    """How long the lease was still valid when the server's transaction ran, before its sync to the disk. None: the
+    server does not say."""
 
     @property
     def proof(self) -> Proof:

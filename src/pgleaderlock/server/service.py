@@ -6,7 +6,7 @@ Must never depend on how a store keeps locks, and never keep a lock in memory: t
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,12 @@ from pgleaderlock.server.store import (
     StoreFull,
 )
 
-__all__ = ["Asked", "Service", "ServiceLimits"]
+__all__ = ["BATCH_SLICE", "Asked", "Service", "ServiceLimits"]
 
 _READY_CHECK_TIMEOUT_S = 5.0
+BATCH_SLICE = 50
+"""How many operations of a batch are counted and logged before other callbacks of the event loop get their turn: 500
+log lines in one callback would hold up every other request."""
 _RETRY_SOON = (b"retry-after", b"1")
 _RETRY_LATER = (b"retry-after", b"60")
 _REFUSED = frozenset({Held, KeyReused, NotRenewed, NotReleased, StoreFull})
@@ -114,26 +117,32 @@ class Service:
     ) -> "Asked":
         """Submits an acquire, a renewal or a release. `told` is called once with the answer, before this returns or
         later. No task is created: it would cost more than everything else here."""
-        asked = Asked(self, operation, told, "acquire_wait" if wait_ms else _OPS[type(operation)])
+        asked = Asked(self, operation, told, caller, "acquire_wait" if wait_ms else _OPS[type(operation)])
         if self._limits.strict_names and (refusal := _misleading(operation)) is not None:
-            told(answer_of(refusal))
+            self._refuse(asked, refusal)
         elif not wait_ms:
             asked.follow(self._store.submit((operation,)))
         elif self._stopping:
-            told(answer_of(stopping()))
-        elif (crowd := self._join(asked, caller)) is not None:
+            self._refuse(asked, stopping())
+        elif (crowd := self._join(asked)) is not None:
             self._metrics.count("acquire", "fail")
-            told(answer_of(Refusal(429, f"{crowd} already: come back later", _RETRY_SOON)))
+            self._refuse(asked, Refusal(429, f"{crowd} already: come back later", _RETRY_SOON))
         else:
             asked.follow(self._store.submit((operation,), min(wait_ms, self._limits.wait_ms_max)))
         return asked
 
-    def _join(self, asked: "Asked", caller: Caller) -> str | None:
+    def _refuse(self, asked: "Asked", refusal: Refusal) -> None:
+        """Answers an operation that does not reach the store."""
+        asked.told(answer_of(refusal))
+        if self._log_operations:
+            self._log_operation(asked.caller, asked.operation, refusal, asked.latency_ms())
+
+    def _join(self, asked: "Asked") -> str | None:
         """Counts one more waiting request, or returns why there is no room: one lock, or one token, must not use up all
         places."""
         asked.shares = (("lock", asked.operation.lock_name),)
-        if caller is not ANYONE:
-            asked.shares += (("token", caller.name),)
+        if asked.caller is not ANYONE:
+            asked.shares += (("token", asked.caller.name),)
         if len(self._waiting) >= self._limits.waiters_max:
             return f"{len(self._waiting)} requests wait for locks"
         for share in asked.shares:
@@ -154,7 +163,7 @@ class Service:
         """Sends the answer, and counts afterwards, so that the client does not wait for that."""
         if asked in self._waiting:
             self._leave(asked)
-        latency_ms = (time.perf_counter() - asked.began) * 1000
+        latency_ms = asked.latency_ms()
         try:
             asked.told(self._answer_to(asked.operation, outcome))
         finally:
@@ -166,9 +175,11 @@ class Service:
             else:
                 self._count(op, outcome)
             if self._log_operations:
-                self._log_operation(asked.operation, outcome, latency_ms)
+                self._log_operation(asked.caller, asked.operation, outcome, latency_ms)
 
-    def _log_operation(self, operation: Operation, outcome: Outcome | Exception, latency_ms: float) -> None:
+    def _log_operation(
+        self, caller: Caller, operation: Operation, outcome: Outcome | Exception, latency_ms: float
+    ) -> None:
         """Logs caller, operation and outcome. Never a lease id: anyone who knows it can act as the holder."""
         lease = outcome if isinstance(outcome, Granted) else operation
         self._log.info(
@@ -176,6 +187,7 @@ class Service:
             op=_OPS[type(operation)],
             lock=operation.lock_name,
             owner=operation.owner_id,
+            by="-" if caller is ANYONE else caller.name,
             fencing_token="-" if isinstance(lease, Acquire) else lease.fencing_token,
             outcome=_outcome_word(outcome),
             latency_ms=latency_ms,
@@ -237,24 +249,44 @@ class Service:
             raise self._unavailable(error) from error
         finally:
             self._metrics.observe("batch", time.perf_counter() - began)
-        results = []
+        results: list[wire.BatchResult] = []
+        concluded = self._concluded(caller, operations, refusals, outcomes, (time.perf_counter() - began) * 1000)
+        try:
+            for result in concluded:
+                results.append(result)
+                if len(results) % BATCH_SLICE == 0:
+                    await asyncio.sleep(0)
+        finally:
+            # A cancellation undoes no operation, so the rest are counted and logged as well.
+            results.extend(concluded)
+        return Answer(200, wire.encode(wire.BatchReply(results)))
+
+    def _concluded(
+        self,
+        caller: Caller,
+        operations: Sequence[Operation],
+        refusals: Sequence[Refusal | None],
+        outcomes: Sequence[Outcome],
+        latency_ms: float,
+    ) -> Iterator[wire.BatchResult]:
+        """The result of each operation of a batch, which is counted and logged when its result is asked for."""
         in_order = iter(outcomes)
-        latency_ms = (time.perf_counter() - began) * 1000
         for operation, refusal in zip(operations, refusals, strict=True):
             if refusal is not None:
-                results.append(wire.BatchResult(refusal.status, ErrorReply(refusal.error)))
+                if self._log_operations:
+                    self._log_operation(caller, operation, refusal, latency_ms)
+                yield wire.BatchResult(refusal.status, ErrorReply(refusal.error))
                 continue
             outcome = next(in_order)
             self._count(_OPS[type(operation)], outcome)
             if self._log_operations:
-                self._log_operation(operation, outcome, latency_ms)
+                self._log_operation(caller, operation, outcome, latency_ms)
             if isinstance(outcome, StoreFull):
-                results.append(wire.BatchResult(503, ErrorReply(self._full(outcome))))
+                yield wire.BatchResult(503, ErrorReply(self._full(outcome)))
             elif isinstance(outcome, KeyReused):
-                results.append(wire.BatchResult(422, ErrorReply(_key_reused(outcome))))
+                yield wire.BatchResult(422, ErrorReply(_key_reused(outcome)))
             else:
-                results.append(wire.BatchResult(*wire.reply_of(outcome)))
-        return Answer(200, wire.encode(wire.BatchReply(results)))
+                yield wire.BatchResult(*wire.reply_of(outcome))
 
     # --- Reads, and break
 
@@ -362,19 +394,28 @@ class Service:
 class Asked:
     """One operation from its submission to its answer."""
 
-    __slots__ = ("_client_left", "_reply", "_service", "began", "measured_as", "operation", "shares", "told")
+    __slots__ = ("_client_left", "_reply", "_service", "began", "caller", "measured_as", "operation", "shares", "told")
 
     def __init__(
-        self, service: Service, operation: Operation, told: Callable[[Answer], None], measured_as: str
+        self,
+        service: Service,
+        operation: Operation,
+        told: Callable[[Answer], None],
+        caller: Caller,
+        measured_as: str,
     ) -> None:
         self._service = service
         self.operation = operation
         self.told = told
+        self.caller = caller
         self.measured_as = measured_as
         self.began = time.perf_counter()
         self.shares: tuple[Share, ...] = ()
         self._reply: Reply | None = None
         self._client_left = False
+
+    def latency_ms(self) -> float:
+        return (time.perf_counter() - self.began) * 1000
 
     def follow(self, reply: Reply) -> None:
         if reply.done():
@@ -428,6 +469,8 @@ def _outcome_word(outcome: Outcome | Exception) -> str:
         return "replayed"
     if isinstance(outcome, StoreBusy):
         return "busy"
+    if isinstance(outcome, Refusal):
+        return "refused"
     return "failed" if isinstance(outcome, Exception) else _OUTCOMES[type(outcome)]
 
 

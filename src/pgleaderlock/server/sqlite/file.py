@@ -56,10 +56,12 @@ BUSY_MS = 2000
 LOOK_AGAIN_S = 0.01
 """How long a check of both names is cached. A server that opens a file waits longer than this before it grants
 anything. A write just after a file was moved is lost in the same way as a write just before."""
-# SQLite's write-ahead log needs shared memory and reliable locks, and network file systems have neither.
+# SQLite's write-ahead log needs shared memory and reliable locks. Network file systems have neither, and nor have those
+# that show a virtual machine or a container a folder of its host.
 NETWORK_FILE_SYSTEMS = frozenset({
-    "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.cephfs", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs",
-    "fuse.sshfs", "gfs2", "glusterfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "smb2", "smb3", "smbfs",
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse.ceph", "fuse.cephfs", "fuse.glusterfs", "fuse.grpcfuse",
+    "fuse.rclone", "fuse.s3fs", "fuse.sshfs", "gfs2", "glusterfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "smb2",
+    "smb3", "smbfs", "vboxsf", "virtiofs",
 })  # fmt: skip
 
 _log = get_logger("pgleaderlock.server")
@@ -314,7 +316,7 @@ def refuse_bad_place(path: Path) -> None:
     kind = _file_system(path.parent.resolve())
     if kind in NETWORK_FILE_SYSTEMS:
         raise StoreError(
-            f"{path} is on a network file system ({kind}), where SQLite's locks and log are not safe: "
+            f"{path} is on a network or shared file system ({kind}), where SQLite's locks and log are not safe: "
             "use a local disk, or a PostgreSQL store"
         )
 

@@ -4,11 +4,12 @@ Its tables are recognised by their columns: `lock_name`, `owner_id`, `lease_id`,
 `version` of the locks, `lock_name` and `last_token` of the tokens. A row with other types is an error, because skipping
 it could lose a token.
 
-Must never change that database, and never read it while its server runs.
+Must never change that database or its log, and never read it while its server runs.
 """
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,14 +25,19 @@ __all__ = ["read_original"]
 
 _LOCKS = ("lock_name", "owner_id", "lease_id", "fencing_token", "lease_expiry_ns", "version")
 _TOKENS = ("lock_name", "last_token")
+_NOT_WRITABLE = (apsw.IOError, apsw.ReadOnlyError, apsw.CantOpenError)
+"""What SQLite raises, among other reasons, if file or folder cannot be written."""
 
 
 def read_original(path: Path) -> list[Adopted]:
     """Every lock in the database. Raises `StoreError`, whose text says what to do."""
     if not path.is_file():
         raise StoreError(f"--import-go {path}: there is no such file")
+    file = path.resolve()  # SQLite finds the log beside the file, not beside a link to it
     try:
-        with contextlib.closing(apsw.Connection(str(path), flags=apsw.SQLITE_OPEN_READWRITE)) as connection:
+        with contextlib.closing(apsw.Connection(str(file), flags=apsw.SQLITE_OPEN_READWRITE)) as connection:
+            # The log of a server that was killed must stay. One that this connection creates must not.
+            connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, Path(f"{file}-wal").exists())
             # In this mode a transaction excludes every other program: it fails while another one has the database open.
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")
             connection.execute("BEGIN EXCLUSIVE")
@@ -42,6 +48,11 @@ def read_original(path: Path) -> list[Adopted]:
     except (apsw.BusyError, apsw.LockedError) as error:
         raise StoreError(f"--import-go {path} is in use: stop the server that it belongs to") from error
     except apsw.Error as error:
+        if isinstance(error, _NOT_WRITABLE) and not all(os.access(each, os.W_OK) for each in (file, file.parent)):
+            raise StoreError(
+                f"--import-go {path} cannot be read where this user may not write, because SQLite has to lock it: copy "
+                "the file, and its -wal if there is one, to a folder that can be written"
+            ) from error
         raise StoreError(f"--import-go {path} cannot be read: {error}") from error
 
 
