@@ -38,6 +38,7 @@ def _filled(begin: bytes, unit: bytes, end: bytes) -> bytes:
     return begin + unit * ((BODY_BYTES - len(begin) - len(end)) // len(unit)) + end
 
 
+_FULL_BATCH = b'{"operations":[' + b",".join([_ITEM] * 500) + b"]}"
 BODIES = {
     "a float among lists": _filled(b'{"operations":[1.0,', b"[],", b"[]]}"),
     "lists in an unknown field": _filled(b'{"operations":[{"x":[', b"[],", b'1],"op":"acquire"}]}'),
@@ -60,6 +61,8 @@ REQUESTS_OF_BYTES = {
     "chunks of one byte": b"POST /v1/batch HTTP/1.1\r\n%sTransfer-Encoding: chunked\r\n\r\n%s"
     % (_LOGIN, b"1\r\na\r\n" * 100_000),
     "requests in one go": b"POST /v1/locks/a/acquire HTTP/1.1\r\n\r\n" * 5_000 + b"GET /healthz HTTP/1.0\r\n\r\n",
+    "500 valid operations": b"POST /v1/batch HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s"
+    % (_LOGIN, len(_FULL_BATCH), _FULL_BATCH),
     "header lines": b"GET /healthz HTTP/1.1\r\n" + b"a:b\r\n" * 50_000,
 }
 
