@@ -24,11 +24,14 @@ __all__ = ["hold", "under_attack"]
 BLOCKS = 9
 REQUESTS = 300
 CONNECTIONS_MAX = 128
+POLLERS = 5 * CONNECTIONS_MAX
+POLL_S = 0.05
 NEWCOMERS = 100
 HOLD_REPEATS = 5
 BODY_BYTES = 2 * 1024 * 1024 - 1024
 TOKEN = "a-token-for-the-benchmark"
 TIMEOUT_S = 60.0
+HEALTHZ = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 _LOGIN = f"Host: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n".encode()
 _ITEM = b'{"op":"release","lock_name":"a","owner_id":"w","lease_id":"l","fencing_token":7}'
@@ -128,7 +131,8 @@ def _send(port: int, request: bytes) -> None:
 
 async def under_attack(_dsn: str) -> list[Figure]:
     """A healthy client's requests while others attack, against the same requests in quiet, in turns; and how long a
-    new connection waits while an attacker tries to keep ten times as many idle connections open as the server allows.
+    new connection waits while an attacker tries to keep ten times as many idle connections open as the server allows,
+    or five times as many that poll: more would be too many for one attacking process.
 
     The server has a processor to itself, as it would have if it were attacked over a network. An attacker on the same
     processor takes CPU time from every client, which no server can prevent."""
@@ -140,7 +144,11 @@ async def under_attack(_dsn: str) -> list[Figure]:
         async with lock_server(f"sqlite:///{folder}/locks.db", *options) as (url, pid):
             port = int(url.rpartition(":")[2])
             with _processor_of_its_own(pid):
-                return [*[await _noticed(url, port, name) for name in ATTACKS], await _newcomers(port)]
+                return [
+                    *[await _noticed(url, port, name) for name in ATTACKS if name != "polling sockets"],
+                    await _newcomers(port, "idle sockets", 10 * CONNECTIONS_MAX),
+                    await _newcomers(port, "polling sockets", POLLERS),
+                ]
 
 
 @contextlib.contextmanager
@@ -194,20 +202,21 @@ async def _healthy(client: AsyncLockClient) -> list[float]:
     return took
 
 
-async def _newcomers(port: int) -> Figure:
+async def _newcomers(port: int, name: str, others: int) -> Figure:
     took = []
-    async with _attacker(port, "idle sockets", 0):
+    async with _attacker(port, name, 0):
         for _ in range(NEWCOMERS):
             began = time.perf_counter()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            writer.write(HEALTHZ)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
             took.append(time.perf_counter() - began)
             writer.close()
     return Figure(
-        "longest wait of a new connection beside idle sockets",
+        f"longest wait of a new connection beside {name}",
         f"{max(took) * 1e3:.0f} ms, median {percentile(took, 50) * 1e3:.1f} ms",
-        f"{NEWCOMERS} new connections; others try to keep {10 * CONNECTIONS_MAX:,} of {CONNECTIONS_MAX} places",
+        f"{NEWCOMERS} new connections; others try to keep {others:,} of {CONNECTIONS_MAX} places, "
+        f"{others // CONNECTIONS_MAX} x the limit",
         max(took),
         1.0,
         "s",
@@ -301,6 +310,28 @@ async def _idle_sockets(port: int, _rng: random.Random) -> None:
     _idle.append((await asyncio.open_connection("127.0.0.1", port))[1])
 
 
+_polls: list[asyncio.Task[None]] = []
+
+
+async def _polling_sockets(port: int, _rng: random.Random) -> None:
+    """Keep polling on five times as many connections as the server allows, or on as many as it accepts."""
+    if not _polls:
+        _polls.extend([asyncio.create_task(_poll(port)) for _ in range(POLLERS)])
+        await asyncio.sleep(1)  # until they have taken every place
+
+
+async def _poll(port: int) -> None:
+    while True:
+        with contextlib.suppress(OSError, EOFError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            with contextlib.closing(writer):
+                answer = b""
+                while b"connection: close" not in answer:
+                    writer.write(HEALTHZ)
+                    answer = await reader.readuntil(b"\r\n\r\n")
+                    await asyncio.sleep(POLL_S)
+
+
 ATTACKS: dict[str, tuple[Callable[[int, random.Random], Awaitable[None]], int]] = {
     "malformed requests": (_malformed, 300),
     "JSON bombs of 2 MiB": (_bomb, 5),
@@ -308,5 +339,6 @@ ATTACKS: dict[str, tuple[Callable[[int, random.Random], Awaitable[None]], int]] 
     "100 requests in one go": (_pipelined, 20),
     "refused sign-ins": (_sign_in, 300),
     "idle sockets": (_idle_sockets, 300),
+    "polling sockets": (_polling_sockets, 1),
 }
 """The attacks, and how often per second each is made, on a new connection. Bombs and chunks send 10 and 12 MB/s."""

@@ -136,6 +136,15 @@ def get(path: str, *lines: str, method: str = "GET", version: str = "1.1") -> by
     return "\r\n".join([f"{method} {path} HTTP/{version}", "Host: here", *lines, "", ""]).encode()
 
 
+def text(body: bytes) -> Answer:
+    return Answer(200, body)
+
+
+def now(exchange: Exchange) -> bool:
+    exchange.answer(text(exchange.path), None)
+    return True
+
+
 CLOSE = "Connection: close"
 CHUNKED = "Transfer-Encoding: chunked"
 # As Java's HttpClient asks by default.
@@ -824,6 +833,74 @@ async def test_where_all_have_a_request_a_new_connection_waits_for_its_turn() ->
         assert [await client.rest() for client in busy] == [b"", b""]
 
 
+async def _wanted(connect: Connect, number: int) -> None:
+    """Returns when so many new clients wait for a place."""
+    while connect.server._connections.places_wanted != number:
+        await asyncio.sleep(0)
+
+
+@both_loops
+@pytest.mark.parametrize("at_once", [None, now], ids=["by the application", "at once"])
+async def test_where_no_connection_is_ever_idle_the_next_that_is_answered_gives_its_place_to_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, at_once: Callable[[Exchange], bool] | None
+) -> None:
+    monkeypatch.setattr(protocol, "GRACE_S", float("inf"))
+    async with serving(echo, at_once=at_once, connections_max=2, header_timeout_s=600) as connect:
+        first, second = [await connect(get("/")) for _ in range(2)]
+        for client in (first, second):
+            assert b"connection: close" not in await client.until(b"\r\n\r\n")
+        newcomer = await connect(get("/new"))
+        await asyncio.wait_for(_wanted(connect, 1), PATIENCE_S)
+        first.send(get("/last"))
+        answers = await first.rest()
+        assert b"connection: close" in answers
+        assert b"/last" in answers, "the request is not lost"
+        assert b"connection: close" not in await newcomer.until(b"\r\n\r\n")
+        second.send(get("/still"))
+        assert b"connection: close" not in await second.until(b"/still"), "only one was wanted"
+
+
+@both_loops
+async def test_a_full_server_keeps_its_connections_alive_while_no_new_one_waits() -> None:
+    async with serving(echo, connections_max=1, header_timeout_s=600) as connect:
+        client = await connect()
+        for path in ("/1", "/2", "/3"):
+            client.send(get(path))
+            assert b"connection: close" not in await client.until(b"GET %s? " % path.encode())
+
+
+@both_loops
+async def test_as_many_connections_end_with_their_answer_as_there_are_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "GRACE_S", float("inf"))
+    async with serving(echo, at_once=now, connections_max=3, header_timeout_s=600) as connect:
+        known = [await connect(get("/")) for _ in range(3)]
+        for client in known:
+            await client.until(b"\r\n\r\n/")
+        newcomers = [await connect() for _ in range(2)]
+        while len(connect.server._silent) < 2:
+            await asyncio.sleep(0)
+        for client in newcomers:
+            client.send(get("/new"))
+        await asyncio.wait_for(_wanted(connect, 2), PATIENCE_S)
+        for connection in list(connect.server._connections.open):  # in one turn: no place is free in between
+            connection.data_received(get("/last"))
+        answers = [await client.until(b"\r\n\r\n/last") for client in known]
+        assert sorted(b"connection: close" in each for each in answers) == [False, True, True]
+        for client in newcomers:
+            await client.until(b"\r\n\r\n/new")
+
+
+@both_loops
+async def test_a_client_that_keeps_its_ended_connection_open_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 600)
+    async with serving(deaf, connections_max=1, header_timeout_s=600) as connect:
+        refused = await connect(get("/", "Content-Length: 9", method="POST"))
+        await refused.until(b"too long")  # its body is missing, so the server waits for the client to close
+        (connection,) = connect.server._connections.open
+        assert connect.server._connections.ending == {connection}
+        await (await connect(get("/new"))).until(b"too long")
+
+
 @both_loops
 async def test_who_does_not_read_its_answer_loses_its_place() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -925,10 +1002,6 @@ async def begun(connect: Connect) -> None:
         await asyncio.sleep(0)
 
 
-def text(body: bytes) -> Answer:
-    return Answer(200, body)
-
-
 @both_loops
 async def test_what_is_answered_at_once_later_and_by_the_application_comes_in_the_order_of_the_requests() -> None:
     later: list[Exchange] = []
@@ -968,11 +1041,6 @@ async def test_hundreds_of_requests_answered_at_once_in_one_go_need_no_deeper_st
         answers = bodies(await (await connect(get("/") * 300 + get("/", CLOSE))).rest())
         assert len(answers) == 301
         assert deepest <= alone + 2
-
-
-def now(exchange: Exchange) -> bool:
-    exchange.answer(text(exchange.path), None)
-    return True
 
 
 @both_loops

@@ -121,6 +121,11 @@ class Connections:
         self.open: set[Connection] = set()
         self.arriving: dict[tuple[Any, ...], tuple[asyncio.Task[None], float]] = {}
         """Accepted clients whose connection has not begun, as during a TLS handshake: the task, and since when."""
+        self.ending: set[Connection] = set()
+        """Those of the open connections whose last answer has been written."""
+        self.places_wanted = 0
+        """How many new clients wait for a place while no connection is idle. As many connections end with their next
+        answer."""
         self.heads = KnownHeads(header_bytes_max)
         self.stopping = False
         self.fewer = asyncio.Event()
@@ -245,6 +250,7 @@ class Connection(asyncio.Protocol):
         self._client_has_gone()
         self.resume_writing()
         self.shared.open.discard(self)
+        self.shared.ending.discard(self)
         self.shared.fewer.set()
 
     def data_received(self, data: bytes) -> None:
@@ -534,12 +540,14 @@ class Connection(asyncio.Protocol):
     def _end(self, *, linger: bool) -> None:
         """Ends the connection after the last answer. With `linger`, the client may still be sending: closing now would
         send a RST, and the client could lose the answer. So only our side is closed, and the client has `LINGER_S` to
-        close its own."""
+        close its own, or `GRACE_S` if its place is needed."""
         self._waiting.clear()
         if self._state == _LOST:
             return
         self._state = _ENDING
-        self._head_deadline = self.shared.loop.time() + (LINGER_S if linger else STALL_S)
+        self.shared.ending.add(self)
+        self.idle_since = self.shared.loop.time()
+        self._head_deadline = self.idle_since + (LINGER_S if linger else STALL_S)
         if linger and self.transport.can_write_eof():
             try:
                 self.transport.write_eof()
@@ -688,7 +696,9 @@ class Exchange:
 
     def _decide_to_keep(self, start: Message) -> None:
         """Decides whether the connection is kept alive for another request."""
-        if not self.complete or self._connection.shared.stopping or (b"connection", b"close") in start["headers"]:
+        shared = self._connection.shared
+        makes_room = shared.places_wanted > len(shared.ending)  # those that end already give their places soon
+        if not self.complete or shared.stopping or makes_room or (b"connection", b"close") in start["headers"]:
             self.keep_alive = False
 
     # --- For an ASGI application

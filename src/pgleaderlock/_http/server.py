@@ -1,8 +1,9 @@
 """Serving an ASGI application on one socket: accepting, reading bodies within limits, and ending gracefully.
 
 The server accepts connections itself, one at a time. At the limit of connections, a new client that sends something
-gets a place: the connection that has been idle for longest is closed for it. A new client that sends nothing gets no
-place, and so costs little. If every connection has a request, the new client waits for its turn.
+gets a place: the connection that has been idle for longest is closed for it. If none is idle, as when every client
+polls, the next connection that is answered ends with its answer, one for each new client. If every connection has a
+request, the new client waits for its turn. A new client that sends nothing gets no place, and so costs little.
 
 A graceful stop waits for every request that has begun, so a client that sends half a body would delay it without limit.
 Every task that waits for a client does so through `Waits`, which interrupts tasks that are late, and all of them at a
@@ -89,8 +90,8 @@ class Tls:
 @dataclass(frozen=True)
 class ServingLimits:
     connections_max: int = 1024
-    """Beyond it, the connection without a request that was idle for longest is closed. If there is none, the new client
-    waits."""
+    """Beyond it, the connection without a request that was idle for longest is closed. If there is none, the next one
+    that is answered ends with its answer."""
     connections_per_address_max: int | None = None
     """Behind a proxy, all clients have one address."""
     header_timeout_s: float = 10.0
@@ -131,6 +132,10 @@ class HttpServer:
         self._spoken: set[asyncio.Task[None]] = set()
         """The tasks of silent clients that have now sent something and wait for a place. At most `_silent_max`: beyond
         that, new clients wait in the kernel."""
+        self._turn = asyncio.Lock()
+        """Held by the client that gets the next place. The others wait for it in the order in which they came."""
+        self._in_line = 0
+        """How many clients hold `_turn` or wait for it."""
         self._log = get_logger("pgleaderlock.server")
         self._warn_seldom = Seldom(self._log.warning)
 
@@ -236,16 +241,23 @@ class HttpServer:
 
     async def _room_for(self, address: str) -> bool:
         """Waits until there is room for a client of this address; False if the address has too many connections. Makes
-        room by closing connections that were idle for longest."""
+        room by closing connections that were idle for longest; if none is idle, those that are answered next."""
         limits, connections = self._limits, self._connections
         most = limits.connections_per_address_max
         if most is not None and connections.count(address) >= most and not connections.close_idlest(1, address):
             self._warn_seldom("connection_refused", client=address, limit=most)
             return False
-        while connections.count() >= limits.connections_max:
-            connections.fewer.clear()
-            connections.close_idlest(max(1, limits.connections_max // _CLOSED_SHARE))
-            await within(_ROOM_AGAIN_S, connections.fewer.wait())
+        self._in_line += 1
+        try:
+            async with self._turn:
+                while connections.count() >= limits.connections_max:
+                    connections.fewer.clear()
+                    closed = connections.close_idlest(max(1, limits.connections_max // _CLOSED_SHARE))
+                    connections.places_wanted = 0 if closed else self._in_line
+                    await within(_ROOM_AGAIN_S, connections.fewer.wait())
+        finally:
+            self._in_line -= 1
+            connections.places_wanted = min(connections.places_wanted, self._in_line)
         return True
 
     async def _begin(self, accepted: socket.socket) -> None:
