@@ -27,6 +27,7 @@ from pgleaderlock.server.store import (
     Acquire,
     Granted,
     Held,
+    KeyReused,
     NotRenewed,
     Operation,
     Outcome,
@@ -106,6 +107,50 @@ async def until_acquired(store: PostgresStore, acquire: Acquire) -> Granted:
                 if isinstance(outcome, Granted):
                     return outcome
             await asyncio.sleep(POLL_S)
+
+
+async def test_a_waiter_whose_key_gets_a_lease_while_its_own_answer_is_under_way_asks_again(
+    own: str, open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await migrate(own)
+    store = await open_store(own)
+    lease = await acquired(store, "job", "carol")
+    first = waiting(store, "job", "alice", key="key-1")
+    await until_waiting(store, "job", 1)
+    room, pool = store._waiting, store._pool
+    assert room is not None
+    assert pool is not None
+    real_ask, real_apply = room._entrance.ask, pool.apply
+    granted_there, asked_there = asyncio.Event(), asyncio.Event()
+    tell_first, tell_second = asyncio.Event(), asyncio.Event()
+
+    async def late(asked: Awaitable[Any], done: asyncio.Event, go_on: asyncio.Event) -> Any:
+        answer = await asked
+        done.set()
+        await go_on.wait()
+        return answer
+
+    def apply(sent: Any, **options: Any) -> Any:
+        asked = real_apply(sent, **options)
+        is_first = "read" not in options and "alice" in str(sent)
+        return asyncio.ensure_future(late(asked, granted_there, tell_first)) if is_first else asked
+
+    def ask(lock_name: str, sent: str) -> Any:
+        # As when the statement looked for the key just before it got the lease.
+        asked = real_ask(lock_name, sent.replace("key-1", "another"))
+        return asyncio.ensure_future(late(asked, asked_there, tell_second))
+
+    monkeypatch.setattr(pool, "apply", apply)
+    async with asyncio.timeout(PATIENCE_S):
+        await store.submit([release_of(lease)])
+        await granted_there.wait()
+        monkeypatch.setattr(room._entrance, "ask", ask)
+        second = store.submit([Acquire("job", "bob", 600_000, "key-1")], 600_000)
+        await asked_there.wait()
+        tell_first.set()
+        assert (await granted(first)).owner_id == "alice"
+        tell_second.set()
+        assert await second == [KeyReused("owner_id")]
 
 
 # --- Many servers, one queue

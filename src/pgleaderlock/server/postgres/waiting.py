@@ -19,7 +19,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,8 @@ class Waiter:
     """When to ask again, unless woken earlier. Set only for the first of this server's waiters of a lock."""
     heard: bool = False
     """It was woken while it was asking: the answer may be older than the reason for waking it."""
+    key_granted: bool = False
+    """Its idempotency key got a lease while it was asking: the answer may be older than that, too."""
     stirred: asyncio.Event = field(default_factory=asyncio.Event)
     asking: "asyncio.Future[list[dict[str, Any]]] | None" = None
     unsure_until: float = NOW
@@ -136,12 +138,14 @@ class Queues:
     def first(self, lock_name: str) -> Waiter | None:
         return self._by_lock.get(lock_name, [None])[0]
 
-    def stir_those_with_the_key_of(self, acquire: Acquire) -> None:
+    def stir_those_with_the_key_of(self, acquire: Acquire, unplaced: Iterable[Waiter]) -> None:
         """A lease was granted to this acquire. Wake the waiters with the same idempotency key: those that repeat the
-        request get the same lease, and those with another body are refused."""
+        request get the same lease, and those with another body are refused. `unplaced` waiters have no ticket yet."""
         if acquire.idempotency_key is not None:
-            for waiter in self._by_lock.get(acquire.lock_name, ()):
-                if waiter.acquire.idempotency_key == acquire.idempotency_key:
+            for waiter in (*self._by_lock.get(acquire.lock_name, ()), *unplaced):
+                other = waiter.acquire
+                if (other.lock_name, other.idempotency_key) == (acquire.lock_name, acquire.idempotency_key):
+                    waiter.key_granted = True
                     waiter.look(NOW)
 
     def firsts(self) -> list[Waiter]:
@@ -354,7 +358,7 @@ class Waiting:
                 return answer
             if not isinstance(answer, Held):
                 self._leave(waiter, self._clock.now() + waiter.acquire.ttl_ms / 1000)
-                self._queues.stir_those_with_the_key_of(waiter.acquire)
+                self._queues.stir_those_with_the_key_of(waiter.acquire, self._unplaced)
                 return answer
             waiter.held = answer
             while not self._over(waiter) and self._clock.now() < waiter.look_at:
@@ -373,7 +377,7 @@ class Waiting:
 
     async def _ask(self, waiter: Waiter, kind: str, *, in_turn: bool = False) -> Answer:
         """`in_turn`: behind all waiters that are already waiting for a ticket of this lock."""
-        waiter.heard = False
+        waiter.heard = waiter.key_granted = False
         earlier, lease_id = list(waiter.lease_ids), new_lease_id()
         waiter.lease_ids.append(lease_id)
         now = self._clock.now()
@@ -422,10 +426,11 @@ class Waiting:
             self._queues.remove(waiter, NOW)
             waiter.ticket = ticket
             self._unplaced.pop(waiter, None)
-        if not self._queues.put(waiter):
-            waiter.look_at = NEVER
-        elif waiter.heard:
+        is_first = self._queues.put(waiter)
+        if waiter.key_granted or (is_first and waiter.heard):
             waiter.look_at = NOW
+        elif not is_first:
+            waiter.look_at = NEVER
         else:
             # The lock is free, and it is the turn of another server's waiter: the heartbeat will show when that
             # changes.
