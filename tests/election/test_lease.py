@@ -118,8 +118,9 @@ async def test_a_silent_lease_is_ended_and_its_roles_are_taken(
     async with running(first, second):
         leading = await somebody_acts([first, second], role)
         if leading is second:
-            await second.step_down(role)
+            await second.drain(role)
         before = await opens(first, role)
+        await second.resume(role)
         cut.cut()
         after = await opens(second, role)
         assert not first.gate(role).is_leader
