@@ -252,6 +252,21 @@ async def test_a_file_that_was_only_looked_at_since_its_end_is_whole(tmp_path: P
     await store.close()
 
 
+async def test_an_open_store_keeps_the_lock_by_which_sqlite_knows_that_its_log_is_in_use(tmp_path: Path) -> None:
+    """Closing any descriptor of the file would drop it, as after reading the file for its checksum."""
+    store = SqliteStore(tmp_path / "locks.db")
+    for name in ("at the first start", "at one that compares the checksum of the file"):
+        await store.open()
+        await acquired(store, name)
+        assert posix_locks(tmp_path / "locks.db"), name
+        await store.close()
+
+
+def posix_locks(path: Path) -> list[str]:
+    inode = f":{path.stat().st_ino} "
+    return [line for line in Path("/proc/locks").read_text().splitlines() if inode in line and "POSIX" in line]
+
+
 async def test_an_older_copy_of_the_file_beside_its_mark_reuses_no_token(tmp_path: Path) -> None:
     path, copy = tmp_path / "locks.db", tmp_path / "copy.db"
     store = SqliteStore(path)

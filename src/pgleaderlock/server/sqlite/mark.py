@@ -31,7 +31,7 @@ import apsw
 from pgleaderlock.server.sqlite.file import LOG_HEADER_BYTES, check_integrity, described, sql, sync_folder
 from pgleaderlock.server.store import StoreError
 
-__all__ = ["RESERVED_TOKENS", "Left", "Mark", "begin_run", "examine"]
+__all__ = ["RESERVED_TOKENS", "Left", "Mark", "begin_run", "checksum_of", "examine"]
 
 RESERVED_TOKENS = 10_000
 """How far a new ceiling is above the token that needs it: the busiest lock needs one sync for this many grants."""
@@ -130,8 +130,9 @@ class Left(NamedTuple):
     """Text that says what is known to be missing; None if nothing is."""
 
 
-def examine(connection: apsw.Connection, path: Path) -> Left:
-    """Compares file, log and mark. Call it before this process writes anything."""
+def examine(connection: apsw.Connection, path: Path, checksum: int) -> Left:
+    """Compares file, log and mark. Call it before this process writes anything. `checksum`: `checksum_of` the file,
+    taken before the connection was opened."""
     log = _log_state(connection, path)
     store_id, run, ended = None, 0, 0
     if not connection.execute(sql("empty")).get:
@@ -147,7 +148,7 @@ def examine(connection: apsw.Connection, path: Path) -> Left:
     if read is not None:
         head, noted = read
         if head.clean and (store_id, run, ended) == (head.store_id, head.run, run):
-            if head.checksum == _checksum_of(path):
+            if head.checksum == checksum:
                 return Left(head.store_id, run, 0, head.ceiling, False, None)
             check_integrity(connection)
         if store_id is None or (store_id == head.store_id and run <= head.run + 1):  # a start writes it last
@@ -270,7 +271,7 @@ class Mark:
         SQLite has also removed the log. May be called repeatedly."""
         with contextlib.suppress(StoreError, OSError):  # then the end does not count as clean
             if in_order and self._fd >= 0 and not Path(f"{self._path}-wal").exists():
-                self._write(self._head._replace(clean=True, checksum=_checksum_of(self._path)))
+                self._write(self._head._replace(clean=True, checksum=checksum_of(self._path)))
         self.close()
 
     def close(self) -> None:
@@ -285,8 +286,12 @@ class Mark:
         self._head = head
 
 
-def _checksum_of(path: Path) -> int:
+def checksum_of(path: Path) -> int:
+    """Of a file that this process has no connection to: closing any descriptor of a file would drop the POSIX locks of
+    SQLite on it, and another program could then take its log away. 0 if there is no file."""
     checksum = 0
+    if not path.exists():
+        return checksum
     with path.open("rb") as file:
         while part := file.read(_PART_BYTES):
             checksum = zlib.crc32(part, checksum)

@@ -33,7 +33,7 @@ from pgleaderlock.server.sqlite.file import (
     sql,
 )
 from pgleaderlock.server.sqlite.locks import FIND, FIND_TOKEN, MS, Locks, Run, view
-from pgleaderlock.server.sqlite.mark import Left, Mark, begin_run, examine
+from pgleaderlock.server.sqlite.mark import Left, Mark, begin_run, checksum_of, examine
 from pgleaderlock.server.sqlite.waiting import Ticket
 from pgleaderlock.server.sqlite.writer import Answers, Call, Cancel, Log, Tick, Writer
 from pgleaderlock.server.store import (
@@ -137,9 +137,10 @@ class SqliteStore:
         self._mark = None
         try:
             with described(self._path):
+                checksum = checksum_of(self._path)
                 connection = open_writer(self._path, self._vfs)
                 opened.append(connection)
-                left = examine(connection, self._path)
+                left = examine(connection, self._path, checksum)
                 self._tell(left)
                 self._mark, number = begin_run(connection, self._path, left)
                 # Wait until the previous owner's cached check of these names has expired.
@@ -183,9 +184,10 @@ class SqliteStore:
                 raise StoreError(f"there is no store in {self._path}: a server makes it when it starts")
             claim = Claim(self._path)
             try:
+                checksum = checksum_of(self._path)
                 connection = open_to_look(self._path, self._vfs)
                 try:
-                    return _found(examine(connection, self._path))
+                    return _found(examine(connection, self._path, checksum))
                 finally:
                     connection.close(True)
             finally:
