@@ -632,7 +632,8 @@ async def test_the_log_starts_again_although_something_is_written_during_each_co
                 go_on.set()
                 await asyncio.to_thread(log._idle.wait)
     assert max(lengths) < 220
-    assert copies == sum(after < before for before, after in itertools.pairwise(lengths)), "one copy for each start"
+    starts = sum(after < before for before, after in itertools.pairwise(lengths))
+    assert starts in (copies - 1, copies), "one copy for each start; that of the last one may be still to come"
 
 
 async def test_a_log_that_grew_behind_a_reader_is_short_again_when_that_has_gone(
