@@ -598,11 +598,11 @@ async def test_the_log_starts_again_although_something_is_written_during_each_co
     lengths: list[int] = []
     copies = 0
     copied, go_on, over = threading.Event(), threading.Event(), threading.Event()
-    real_note, real_copy = _sqlite_mark.Mark.note, _sqlite_log.Log._copy
+    real_committed, real_copy = _sqlite_mark.Mark.committed, _sqlite_log.Log._copy
 
-    def note(mark: Any, pages: int) -> None:
+    def committed(mark: Any, pages: int) -> None:
         lengths.append(pages)
-        real_note(mark, pages)
+        real_committed(mark, pages)
 
     def copy(log: Any, connection: apsw.Connection) -> int:
         nonlocal copies
@@ -618,7 +618,7 @@ async def test_the_log_starts_again_although_something_is_written_during_each_co
         await store.submit([release_of(await acquired(store, "job"))])
         await turns_of_the_loop(1)
 
-    monkeypatch.setattr(_sqlite_mark.Mark, "note", note)
+    monkeypatch.setattr(_sqlite_mark.Mark, "committed", committed)
     monkeypatch.setattr(_sqlite_log.Log, "_copy", copy)
     monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 200)
     async with opened() as store, asyncio.timeout(PATIENCE_S):

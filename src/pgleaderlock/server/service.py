@@ -140,16 +140,17 @@ class Service:
     def _join(self, asked: "Asked") -> str | None:
         """Counts one more waiting request, or returns why there is no room: one lock, or one token, must not use up all
         places."""
-        asked.shares = (("lock", asked.operation.lock_name),)
+        shares: tuple[Share, ...] = (("lock", asked.operation.lock_name),)
         if asked.caller is not ANYONE:
-            asked.shares += (("token", asked.caller.name),)
+            shares += (("token", asked.caller.name),)
         if len(self._waiting) >= self._limits.waiters_max:
             return f"{len(self._waiting)} requests wait for locks"
-        for share in asked.shares:
+        for share in shares:
             if self._waiting_in[share] >= self._waiters_share:
                 return f"{self._waiting_in[share]} requests wait for this lock or with this token"
         self._waiting.add(asked)
-        self._waiting_in.update(asked.shares)
+        self._waiting_in.update(shares)
+        asked.shares = shares
         return None
 
     def _leave(self, asked: "Asked") -> None:
@@ -161,7 +162,7 @@ class Service:
 
     def conclude(self, asked: "Asked", outcome: Outcome | Exception) -> None:
         """Sends the answer, and counts afterwards, so that the client does not wait for that."""
-        if asked in self._waiting:
+        if asked.shares:
             self._leave(asked)
         latency_ms = asked.latency_ms()
         try:
@@ -411,6 +412,7 @@ class Asked:
         self.measured_as = measured_as
         self.began = time.perf_counter()
         self.shares: tuple[Share, ...] = ()
+        """What its waiting counts for, if it waits for a lock."""
         self._reply: Reply | None = None
         self._client_left = False
 

@@ -373,9 +373,9 @@ def _set_up(connection: apsw.Connection, path: Path) -> None:
         )
 
 
-def sync_commits(connection: apsw.Connection, wanted: bool) -> None:
-    """Set whether commits wait for the disk from now on. Must not be called inside a transaction."""
-    connection.execute(f"PRAGMA synchronous = {SYNCHRONOUS if wanted else SYNCHRONOUS_NORMAL}")
+def sync_statement(wanted: bool) -> str:
+    """The statement that sets whether commits wait for the disk."""
+    return f"PRAGMA synchronous = {SYNCHRONOUS if wanted else SYNCHRONOUS_NORMAL}"
 
 
 def _make_schema(connection: apsw.Connection) -> None:

@@ -5,9 +5,9 @@ the rest would be lost, and their tokens granted again. So the mark keeps two th
 
 - The ceiling: no token above it is granted before a higher ceiling is on the disk. After an unclean end, every lock
   continues above the ceiling, whatever is left of the log.
-- A note of how many pages the log has. It is written after each commit and not synced: the system keeps it if the
-  process is killed. A log with fewer pages than noted was damaged. After a restart of the machine, the note proves
-  nothing and is not compared.
+- A note of how many pages the log has. It is written after each commit, when the answers are on their way. It is not
+  synced: the system keeps it if the process is killed. A log with fewer pages than noted was damaged. After a restart
+  of the machine, the note proves nothing and is not compared.
 
 After a clean end there is a third: a checksum of the file. SQLite has none in its pages, so a page that the disk has
 lost, or written long ago and never again, may look valid and have old tokens in it.
@@ -183,7 +183,8 @@ def begin_run(connection: apsw.Connection, path: Path, left: Left) -> tuple["Mar
                 connection.execute(sql("raise_floor"), (left.floor,))
             run: int = connection.execute(sql("meta"), ("run",)).get
             mark.begin(run)
-            mark.note(_log_state(connection, path).pages)
+            mark.committed(_log_state(connection, path).pages)
+            mark.note()
     except BaseException:
         mark.close()
         raise
@@ -229,7 +230,7 @@ class Mark:
         self._path = path
         self._head = head
         self._pages = _ANY_LENGTH
-        self._salts = (0, 0)
+        self._salts: tuple[int, int] | None = None
         with described(mark_path(path)):
             self._fd = os.open(mark_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._log_fd = -1
@@ -253,15 +254,23 @@ class Mark:
         self._write(self._head._replace(ceiling=token + RESERVED_TOKENS))
         return self._head.ceiling
 
-    def note(self, pages: int) -> None:
-        """Note after each commit how many pages the log has. This is a call that can fail: through a map of the file, a
-        full disk or a file that was cut short would end the process."""
-        with contextlib.suppress(OSError, struct.error):  # without a note, less damage is noticed, but no token is lost
-            if pages <= self._pages:  # the log has restarted from its beginning
+    def committed(self, pages: int) -> None:
+        """Called at each commit with the number of pages that the log then has."""
+        if pages <= self._pages:  # the log has restarted from its beginning
+            self._salts = None
+        self._pages = pages
+
+    def note(self) -> None:
+        """Writes down how many pages the log has. This is a call that can fail: through a map of the file, a full disk
+        or a file that was cut short would end the process."""
+        try:
+            if self._salts is None:
                 self._salts = LOG_SALTS.unpack(os.pread(self._log_fd, LOG_SALTS.size, 0))
-            self._pages = pages
             first, second = self._salts
-            os.pwrite(self._fd, NOTE.pack(first, second, pages, first ^ second ^ pages ^ NOTE_CHECK), NOTE_AT)
+            note = NOTE.pack(first, second, self._pages, first ^ second ^ self._pages ^ NOTE_CHECK)
+            os.pwrite(self._fd, note, NOTE_AT)
+        except (OSError, struct.error):
+            return  # without a note, less damage is noticed, but no token is lost
 
     def log_started_again(self) -> None:
         self._pages = _ANY_LENGTH

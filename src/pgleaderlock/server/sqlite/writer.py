@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import apsw
 
 from pgleaderlock._base.clock import Clock
-from pgleaderlock.server.sqlite.file import Identity, explained, sql, sync_commits
+from pgleaderlock.server.sqlite.file import Identity, explained, sql, sync_statement
 from pgleaderlock.server.sqlite.locks import Answer, Locks
 from pgleaderlock.server.sqlite.mark import Mark
 from pgleaderlock.server.sqlite.waiting import Ticket
@@ -136,6 +136,8 @@ class Writer:
         self._slow_until = 0.0
         """The time on the loop's clock until which the disk counts as slow."""
         self._sleep = SleepClock()
+        self._version: int | None = None
+        """SQLite's counter of the changes that this connection has made or noticed, after its last commit."""
         self._turn = threading.Lock()
         """Held by the thread that uses the connection and the locks."""
         self._owed: list[Cancel] = []
@@ -179,7 +181,7 @@ class Writer:
         lock, or else together with the other requests of this turn of the loop."""
         if type(request) is not tuple:
             self.put(request)
-        elif self._is_quiet() and _is_short(request) and self._turn.acquire(blocking=False):
+        elif self._is_quiet() and len(request[1]) <= SHORT_MAX and self._turn.acquire(blocking=False):
             # A second request within the same turn of the loop means a crowd, which the thread serves.
             self._one_was_here = True
             try:
@@ -198,6 +200,7 @@ class Writer:
         if not self.alive or not self._turn.acquire(blocking=False):
             return  # the thread has begun the next transaction, and takes care of the log after it
         try:
+            self._log.note()
             self._expect_next()
             if self._log.overdue:
                 self.put(Tick())  # copying the log takes a while: the thread does it after its next transaction
@@ -210,8 +213,11 @@ class Writer:
         """Switches syncing on or off in advance, because the switch takes time: the next commit is expected to need
         what the last but one needed, as a client alternates between acquire and release."""
         expected, self._synced_before = self._synced_before, self._syncing
-        with contextlib.suppress(apsw.Error):  # the next transaction tries again
-            self._sync_commits(expected)
+        if expected != self._syncing:
+            try:
+                self._sync_commits(expected)
+            except apsw.Error:
+                return  # the next transaction tries again
 
     def _hand_over(self) -> None:
         gathered = [request for request in self._gathered if not request[0].cancelled()]
@@ -234,7 +240,8 @@ class Writer:
     def _do_here(self, request: Apply) -> None:
         self._sleep.begin()
         answers = self._transact([request], closing=False)
-        self._remember(self._sleep.slow_s())
+        if slow_s := self._sleep.slow_s():
+            self._remember(slow_s)
         self._settle(answers, self._locks.room.next_due_ns)
 
     def here(self, do: Callable[[], _T]) -> _T:
@@ -243,7 +250,8 @@ class Writer:
         try:
             return do()
         finally:
-            self._remember(self._sleep.slow_s())
+            if slow_s := self._sleep.slow_s():
+                self._remember(slow_s)
 
     @property
     def disk_is_slow(self) -> bool:
@@ -252,13 +260,12 @@ class Writer:
 
     def _remember(self, slow_s: float) -> None:
         """After a slow transaction in either thread, leaves the work to the writer's thread for a while."""
-        if slow_s:
-            self._leave_to_thread(SLOW_FACTOR * slow_s)
-            self._slow_until = self._threads_until
+        self._leave_to_thread(SLOW_FACTOR * slow_s)
+        self._slow_until = self._threads_until
 
     def _done(self, answers: Answers, due_ns: int | None, group: list[Item], slow_s: float) -> None:
         self._outstanding -= len(group)
-        if len(group) == 1 and _is_short(group[0]):  # a long transaction says nothing about the disk
+        if slow_s and len(group) == 1 and _is_short(group[0]):  # a long transaction says nothing about the disk
             self._remember(slow_s)
         self._settle(answers, due_ns)
 
@@ -306,6 +313,7 @@ class Writer:
                     self._loop.call_soon_threadsafe(self._done, answers, due_ns, group, slow_s)
                 self._doing = []
                 if stop is None:
+                    self._log.note()
                     self._log.due()
         sleep.close()
 
@@ -334,7 +342,8 @@ class Writer:
         try:
             if self._log.doubtful:
                 self._log.start_again()
-            self._sync_commits(closing or not self._only_frees(group))
+            if (sync := closing or not self._only_frees(group)) != self._syncing:
+                self._sync_commits(sync)
             self._execute("BEGIN IMMEDIATE")
             self._verify()
             # Read the clocks after the last item was taken: no lease may start before its owner asked for it.
@@ -349,6 +358,7 @@ class Writer:
             if closing:
                 locks.close()
             self._execute("COMMIT")
+            self._version = self._connection.data_version()
         except Exception as error:
             locks.rows, locks.held = before
             return self._undone(error, group, closing=closing)
@@ -368,9 +378,9 @@ class Writer:
         return self._failed(group, told, closing=closing)
 
     def _sync_commits(self, wanted: bool) -> None:
-        if wanted != self._syncing:
-            sync_commits(self._connection, wanted)
-            self._syncing = wanted
+        """Sets whether commits wait for the disk from now on. Must not be called inside a transaction."""
+        self._execute(sync_statement(wanted))
+        self._syncing = wanted
 
     def _only_frees(self, group: list[Item]) -> bool:
         """True if the group has only releases, and no waiter would be granted a freed lock in the same transaction."""
@@ -427,8 +437,11 @@ class Writer:
 
     def _verify(self) -> None:
         """Checks in two ways that no other server writes: by the files, because the claim on a replaced file protects
-        nothing, and by the run number in the data."""
+        nothing, and by the run number in the data. That is read only if another connection has written since this one
+        last did: reading it takes as long as a release."""
         self._identity.verify()
+        if self._connection.data_version() == self._version:
+            return
         if self._execute(META, ("run",)).get != self._run_number:
             raise StoreError(
                 f"{self._path} was opened by another lock server: this one grants nothing any more. Stop one of them, "
@@ -440,6 +453,7 @@ class Writer:
         in_order = False
         with contextlib.suppress(apsw.Error):
             self._connection.execute(END_RUN, (self._run_number,))
+            self._log.note()
             in_order = True
         with contextlib.suppress(apsw.Error):  # pages that could not be copied into the file stay in its log
             # Copy the log at the close. `open_writer` has switched that off, for a start that fails.
@@ -527,8 +541,8 @@ class Log:
     thousands of grants. SQLite can copy over another connection, `copier`. Only the last step is left to the writer:
     the log restarts from its beginning when all of it has been copied and nothing was written meanwhile.
 
-    `due()` is called after each commit, by the thread that made it. It never waits for the copier. `start_again`
-    does, when the log is in doubt.
+    `note()` and `due()` are called after each commit, by the thread that made it, when its answers are on their way.
+    They never wait for the copier. `start_again` does, when the log is in doubt.
     """
 
     def __init__(self, writer: apsw.Connection, copier: apsw.Connection, mark: Mark, pages_max: int) -> None:
@@ -554,8 +568,11 @@ class Log:
         if pages <= self._pages:
             self._starts += 1
         self._pages = pages
-        self._mark.note(pages)
+        self._mark.committed(pages)
         return apsw.SQLITE_OK
+
+    def note(self) -> None:
+        self._mark.note()
 
     @property
     def overdue(self) -> bool:
