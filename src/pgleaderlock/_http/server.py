@@ -1,8 +1,8 @@
 """Serving an ASGI application on one socket: accepting, reading bodies within limits, and ending gracefully.
 
-The server accepts connections itself, one at a time. At the limit of connections, a new client that sends something
-gets a place: the connection that has been idle for longest is closed for it. If none is idle, as when every client
-polls, the next connection that is answered ends with its answer, one for each new client. If every connection has a
+The server accepts connections itself. At the limit of connections, a new client that sends something waits in line for
+a place. The connection that has been idle for longest is closed for it. If none is idle, as when every client polls,
+the next connection that is answered ends with its answer, one for each client in line. If every connection has a
 request, the new client waits for its turn. A new client that sends nothing gets no place, and so costs little.
 
 A graceful stop waits for every request that has begun, so a client that sends half a body would delay it without limit.
@@ -20,6 +20,7 @@ import os
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,10 +62,13 @@ _ROOM_AGAIN_S = 0.02
 """At the limit of connections: how long to wait before looking for an idle one again."""
 _CLOSED_SHARE = 64
 """At the limit of connections, this share of them is closed at once: finding the idlest takes longer than accepting."""
-_SILENT_SHARE = 8
-_SILENT_MIN = 64
-"""At the limit of connections, the number of new clients kept that have sent nothing yet: one for every eight places,
-and no fewer than 64, because a healthy client may connect a moment before it sends."""
+_NEW_SHARE = 8
+_NEW_MIN = 64
+"""At the limit of connections, this many new clients are kept that have sent nothing yet, and this many wait in line:
+one for every eight places, and no fewer than 64, because a healthy client may connect a moment before it sends. The
+others wait in the kernel."""
+_NEW_PER_TURN = 32
+"""How many new clients are accepted, and how many get a place, in one turn of the event loop."""
 _SWEEP_INTERVAL_S = 0.5
 _JSON_TYPE = b"application/json"
 # Closing while the client still sends would reset the connection, and the client could lose the response. So a body
@@ -128,14 +132,11 @@ class HttpServer:
         self._handshakes: set[asyncio.Task[None]] = set()
         self._silent: dict[socket.socket, tuple[_Peer, float]] = {}
         """New clients beyond the limit of connections that have sent nothing yet: their peers, and since when."""
-        self._silent_max = max(_SILENT_MIN, self._limits.connections_max // _SILENT_SHARE)
-        self._spoken: set[asyncio.Task[None]] = set()
-        """The tasks of silent clients that have now sent something and wait for a place. At most `_silent_max`: beyond
-        that, new clients wait in the kernel."""
-        self._turn = asyncio.Lock()
-        """Held by the client that gets the next place. The others wait for it in the order in which they came."""
-        self._in_line = 0
-        """How many clients hold `_turn` or wait for it."""
+        self._line: deque[tuple[socket.socket, _Peer]] = deque()
+        """New clients beyond the limit of connections that have sent something, in the order in which they did."""
+        self._new_max = max(_NEW_MIN, self._limits.connections_max // _NEW_SHARE)
+        self._longer, self._shorter = asyncio.Event(), asyncio.Event()
+        """Set when clients have joined the line, and when some have left it."""
         self._log = get_logger("pgleaderlock.server")
         self._warn_seldom = Seldom(self._log.warning)
 
@@ -148,7 +149,7 @@ class HttpServer:
         self._context = context
 
     def start(self) -> None:
-        self._tasks = [asyncio.ensure_future(self._accept()), asyncio.ensure_future(self._sweep())]
+        self._tasks = [asyncio.ensure_future(each) for each in (self._accept(), self._hand_out(), self._sweep())]
 
     async def ended(self, *also: "asyncio.Task[None]") -> None:
         """Returns when serving, or one of the tasks `also`, has ended. That should never happen: the reason is
@@ -160,12 +161,14 @@ class HttpServer:
 
     async def stop(self, answered: Callable[[], Awaitable[None]]) -> None:
         """Stops accepting, waits for `answered()`, and ends every connection."""
-        await cancel_and_wait(self._tasks[0])
+        accepting, handing_out, _ = self._tasks
+        await cancel_and_wait(accepting)
+        await cancel_and_wait(handing_out)
         self._listening.close()
         for accepted in list(self._silent):
             self._forget_silent(accepted).close()
-        for task in self._spoken:
-            task.cancel()
+        for accepted, _ in self._line:
+            accepted.close()
         self._connections.stop()
         await answered()
         await within(_FLUSH_S, self._no_more_than(0))
@@ -176,7 +179,11 @@ class HttpServer:
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
+        accepted_in_turn = 0
         while True:
+            while len(self._line) >= self._new_max:
+                self._shorter.clear()
+                await self._shorter.wait()
             try:
                 accepted, peer = await loop.sock_accept(self._listening)
             except OSError as error:  # too many open files, or the client has closed the connection already
@@ -184,37 +191,21 @@ class HttpServer:
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
             accepted.setblocking(False)
-            if self._may_keep_silent() and not _has_sent(accepted):
-                self._keep_silent(accepted, peer)
-                await asyncio.sleep(0)  # many may have come at once
+            if not self._line and self._connections.count() < self._limits.connections_max:
+                self._let_in(accepted, peer)
+            elif _has_sent(accepted):
+                self._put_in_line(accepted, peer)
             else:
-                await self._admit(accepted, peer)
-
-    async def _admit(self, accepted: socket.socket, peer: _Peer) -> None:
-        try:
-            has_room = await self._room_for(peer[0])
-        except BaseException:
-            accepted.close()
-            raise
-        if not has_room:
-            accepted.close()
-            return
-        with contextlib.suppress(OSError):
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self._begin(accepted))
-        self._handshakes.add(task)
-        client = tuple(peer[:2])
-        self._connections.arriving[client] = task, loop.time()
-        task.add_done_callback(functools.partial(self._begun, client, accepted))
-
-    def _may_keep_silent(self) -> bool:
-        return self._connections.count() >= self._limits.connections_max and len(self._spoken) < self._silent_max
+                self._keep_silent(accepted, peer)
+            accepted_in_turn += 1
+            if accepted_in_turn >= _NEW_PER_TURN:  # `sock_accept` does not wait if many have come at once
+                accepted_in_turn = 0
+                await asyncio.sleep(0)
 
     def _keep_silent(self, accepted: socket.socket, peer: _Peer) -> None:
         """Keep a client without a place until it sends something, or until newer ones replace it."""
         loop = asyncio.get_running_loop()
-        if len(self._silent) >= self._silent_max:
+        if len(self._silent) >= self._new_max:
             self._forget_silent(next(iter(self._silent))).close()
         self._silent[accepted] = peer, loop.time()
         loop.add_reader(accepted, self._speaks, accepted)
@@ -223,42 +214,57 @@ class HttpServer:
         peer, _ = self._silent[accepted]
         self._forget_silent(accepted)
         if _has_sent(accepted):
-            task = asyncio.get_running_loop().create_task(self._admit(accepted, peer))
-            self._spoken.add(task)
-            task.add_done_callback(functools.partial(self._admitted, accepted))
+            self._put_in_line(accepted, peer)
         else:
             accepted.close()  # the client has left
-
-    def _admitted(self, accepted: socket.socket, task: "asyncio.Task[None]") -> None:
-        self._spoken.discard(task)
-        if task.cancelled():  # perhaps before its first step
-            accepted.close()
 
     def _forget_silent(self, accepted: socket.socket) -> socket.socket:
         asyncio.get_running_loop().remove_reader(accepted)
         del self._silent[accepted]
         return accepted
 
-    async def _room_for(self, address: str) -> bool:
-        """Waits until there is room for a client of this address; False if the address has too many connections. Makes
-        room by closing connections that were idle for longest; if none is idle, those that are answered next."""
+    def _put_in_line(self, accepted: socket.socket, peer: _Peer) -> None:
+        self._line.append((accepted, peer))
+        self._longer.set()
+
+    async def _hand_out(self) -> None:
+        """Gives places to the clients in line. Makes room by closing connections that were idle for longest; if too few
+        are idle, those that are answered next."""
         limits, connections = self._limits, self._connections
-        most = limits.connections_per_address_max
-        if most is not None and connections.count(address) >= most and not connections.close_idlest(1, address):
-            self._warn_seldom("connection_refused", client=address, limit=most)
-            return False
-        self._in_line += 1
-        try:
-            async with self._turn:
-                while connections.count() >= limits.connections_max:
-                    connections.fewer.clear()
-                    closed = connections.close_idlest(max(1, limits.connections_max // _CLOSED_SHARE))
-                    connections.places_wanted = 0 if closed else self._in_line
-                    await within(_ROOM_AGAIN_S, connections.fewer.wait())
-        finally:
-            self._in_line -= 1
-            connections.places_wanted = min(connections.places_wanted, self._in_line)
-        return True
+        while True:
+            await self._longer.wait()
+            free = limits.connections_max - connections.count()
+            for _ in range(min(free, len(self._line), _NEW_PER_TURN)):
+                self._let_in(*self._line.popleft())
+            self._shorter.set()
+            connections.places_wanted = 0
+            if not self._line:
+                self._longer.clear()
+            elif free > _NEW_PER_TURN:
+                await asyncio.sleep(0)
+            else:
+                connections.fewer.clear()
+                wanted = len(self._line)
+                wanted -= connections.close_idlest(max(wanted, limits.connections_max // _CLOSED_SHARE))
+                connections.places_wanted = max(0, wanted)
+                await within(_ROOM_AGAIN_S, connections.fewer.wait())
+
+    def _let_in(self, accepted: socket.socket, peer: _Peer) -> None:
+        """Begins a connection, unless its address has too many."""
+        connections = self._connections
+        most = self._limits.connections_per_address_max
+        if most is not None and connections.count(peer[0]) >= most and not connections.close_idlest(1, peer[0]):
+            self._warn_seldom("connection_refused", client=peer[0], limit=most)
+            accepted.close()
+            return
+        with contextlib.suppress(OSError):
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._begin(accepted))
+        self._handshakes.add(task)
+        client = tuple(peer[:2])
+        connections.arriving[client] = task, loop.time()
+        task.add_done_callback(functools.partial(self._begun, client, accepted))
 
     async def _begin(self, accepted: socket.socket) -> None:
         timeouts: dict[str, float] = {}
