@@ -108,7 +108,7 @@ def test_a_kill_at_any_moment_loses_no_grant_reuses_no_token_and_grants_nothing_
 LOG_FRAME_BYTES = 24 + file.PAGE_BYTES
 
 
-def used_bytes(log: bytes) -> int:
+def used_bytes(log: bytes | bytearray) -> int:
     """How long the part of the log is that counts: the pages whose salts are those of its header.
 
     The last one may be torn by the power cut.
@@ -175,6 +175,44 @@ async def test_a_log_that_is_damaged_after_a_kill_reuses_no_token_and_is_noticed
     record_property("noticed", noticed)
     assert noticed > 0.8 * places
     assert caplog.text.count("store_damaged") == noticed
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["first log", "restarted log"])
+async def test_the_last_page_of_the_log_is_missed_as_soon_as_its_grant_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    monkeypatch.setattr(file, "LOG_PAGES", 20)
+    path, killed = tmp_path / "locks.db", tmp_path / "killed"
+
+    def last_page_is_missed() -> bool:
+        shutil.rmtree(killed, ignore_errors=True)
+        killed.mkdir()
+        for name in ("locks.db", "locks.db-wal", "locks.db-mark"):
+            shutil.copy(tmp_path / name, killed)  # what a kill would leave now
+        log = killed / "locks.db-wal"
+        data = bytearray(log.read_bytes())
+        data[used_bytes(data) - 1] ^= 1
+        log.write_bytes(data)
+        lost = SqliteStore(killed / "locks.db")._examine().lost
+        return lost is not None and " of the log are damaged or missing" in lost
+
+    store = SqliteStore(path)
+    await store.open()
+    assert store._writer is not None
+    log = store._writer._log
+    while restarted and log._starts < 3:
+        await store.submit([release_of(await acquired(store, "job"))])
+        await all_is_quiet(store)
+    await all_is_quiet(store)
+    # On the loop's thread: nothing else runs between the grant and the copy.
+    lease = store.submit([Acquire("job", "alice", 30_000)]).result()[0]
+    assert isinstance(lease, Granted)
+    assert last_page_is_missed()
+    await all_is_quiet(store)
+    assert store.submit([release_of(lease)]).done()
+    await asyncio.sleep(0)
+    assert last_page_is_missed(), "that of a release, a moment later"
+    await store.close()
 
 
 @pytest.mark.timeout(600)

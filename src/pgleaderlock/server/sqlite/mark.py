@@ -5,9 +5,9 @@ the rest would be lost, and their tokens granted again. So the mark keeps two th
 
 - The ceiling: no token above it is granted before a higher ceiling is on the disk. After an unclean end, every lock
   continues above the ceiling, whatever is left of the log.
-- A note of how many pages the log has. It is written after each commit, when the answers are on their way. It is not
-  synced: the system keeps it if the process is killed. A log with fewer pages than noted was damaged. After a restart
-  of the machine, the note proves nothing and is not compared.
+- A note of how many pages the log has. It is written after each commit and not synced: the system keeps it if the
+  process is killed. A log with fewer pages than noted was damaged. After a restart of the machine, the note proves
+  nothing and is not compared.
 
 After a clean end there is a third: a checksum of the file. SQLite has none in its pages, so a page that the disk has
 lost, or written long ago and never again, may look valid and have old tokens in it.
@@ -231,6 +231,7 @@ class Mark:
         self._head = head
         self._pages = _ANY_LENGTH
         self._salts: tuple[int, int] | None = None
+        self._noted = False
         with described(mark_path(path)):
             self._fd = os.open(mark_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._log_fd = -1
@@ -259,10 +260,14 @@ class Mark:
         if pages <= self._pages:  # the log has restarted from its beginning
             self._salts = None
         self._pages = pages
+        self._noted = False
 
     def note(self) -> None:
-        """Writes down how many pages the log has. This is a call that can fail: through a map of the file, a full disk
-        or a file that was cut short would end the process."""
+        """Writes down how many pages the log has, unless that has been done. This is a call that can fail: through a
+        map of the file, a full disk or a file that was cut short would end the process."""
+        if self._noted:
+            return
+        self._noted = True
         try:
             if self._salts is None:
                 self._salts = LOG_SALTS.unpack(os.pread(self._log_fd, LOG_SALTS.size, 0))

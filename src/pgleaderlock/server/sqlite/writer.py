@@ -358,6 +358,8 @@ class Writer:
             if closing:
                 locks.close()
             self._execute("COMMIT")
+            if self._syncing:
+                self._log.note()
             self._version = self._connection.data_version()
         except Exception as error:
             locks.rows, locks.held = before
@@ -541,8 +543,8 @@ class Log:
     thousands of grants. SQLite can copy over another connection, `copier`. Only the last step is left to the writer:
     the log restarts from its beginning when all of it has been copied and nothing was written meanwhile.
 
-    `note()` and `due()` are called after each commit, by the thread that made it, when its answers are on their way.
-    They never wait for the copier. `start_again` does, when the log is in doubt.
+    `note()` and `due()` are called after each commit, by the thread that made it. They never wait for the copier.
+    `start_again` does, when the log is in doubt.
     """
 
     def __init__(self, writer: apsw.Connection, copier: apsw.Connection, mark: Mark, pages_max: int) -> None:
@@ -572,6 +574,8 @@ class Log:
         return apsw.SQLITE_OK
 
     def note(self) -> None:
+        """Notes how long the log is, unless that has been noted: before a grant or a renewal is answered, and after a
+        release is. If a release is lost, the lock only stays held until the lease ends."""
         self._mark.note()
 
     @property
