@@ -81,6 +81,31 @@ def test_a_preloaded_program_without_a_buffer_is_heard_before_it_ends(preloaded:
         program.until("out", "out")
 
 
+ENDS = {
+    "by itself": "print('said')",
+    "with a code": "import sys; sys.exit(7)",
+    "with a negative code": "import sys; sys.exit(-1)",
+    "with a message": "import sys; sys.exit('not so')",
+    "by an error": "raise SystemError",
+    "by a signal to itself": "import os, signal; os.kill(os.getpid(), signal.SIGINT)",
+    "with words at the end": "import atexit, sys; atexit.register(print, 'last'); sys.exit(3)",
+    "with a thread": "import threading as t; t.Thread(target=lambda: print(t.main_thread().join())).start()",
+    "with garbage that speaks": (
+        "class Loud:\n def __init__(self): self.me = self\n def __del__(self): print('gone', flush=True)\nLoud()"
+    ),
+    "with a global that speaks": "class Loud:\n def __del__(self): print('gone', flush=True)\nkept = Loud()",
+    "with an output that is closed": "import os; print('lost'); os.close(1)",
+}
+
+
+@pytest.mark.parametrize("code", ENDS.values(), ids=list(ENDS))
+def test_a_preloaded_program_ends_as_any_other(preloaded: Parent, code: str) -> None:
+    ordinary = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    with attended(preloaded.start(["-c", code], environment({}))) as program:
+        assert (program.end(), program.out) == (ordinary.returncode, ordinary.stdout)
+    assert program.err.splitlines()[-1:] == ordinary.stderr.splitlines()[-1:]
+
+
 @pytest.mark.parametrize(
     ("code", "how"),
     [("import sys; sys.exit(7)", "it ended with 7"), ("import os; os.kill(os.getpid(), 9)", "it was ended by 9")],
