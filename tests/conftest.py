@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -61,6 +62,19 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
     report = yield
     _forbid_skip(report)
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected lives until the end: no garbage collection need look at it, neither while it
+    grows nor later, and those at the end of a test process, of which pytest makes several, would take seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:
