@@ -9,7 +9,6 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -22,12 +21,14 @@ import pytest
 
 from conftest import StartServer
 from pgleaderlock import key_pair
+from support import preloaded
+from support.preloaded import Process
+from support.program import Program, attended, command, started
 from support.proxy import Proxy
 
 # Not asserted anywhere: only the bound after which a test gives up instead of hanging.
 PATIENCE_S = 30.0
 
-Process = subprocess.Popen[bytes]
 Start = Callable[..., Process]
 
 # Two processes that no SIGTERM ends. Both hold the output open.
@@ -43,28 +44,21 @@ def name() -> str:
 @pytest.fixture
 def start(dsn: str, name: str) -> Iterator[Start]:
     """Starts `pgleaderlock exec`; at the end it is killed, if it still runs, and its command with it."""
-    started: list[Process] = []
+    with contextlib.ExitStack() as all_started:
 
-    def start_one(*command: str, options: tuple[str, ...] = (), on: str = dsn, **popen: object) -> Process:
-        argv = [sys.executable, "-m", "pgleaderlock", "exec", "--name", name, *options, "--", *command]
-        process = subprocess.Popen(  # type: ignore[call-overload]  # `popen` is for single tests
-            argv,
-            stdin=popen.pop("stdin", subprocess.DEVNULL),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PG_DSN": on},
-            **popen,
-        )
-        started.append(process)
-        return process  # type: ignore[no-any-return]
+        def start_one(
+            *command: str,
+            options: tuple[str, ...] = (),
+            on: str = dsn,
+            spoken_to: bool = False,
+            behind: tuple[str, ...] = (),
+        ) -> Process:
+            argv = [*behind, sys.executable, "-m", "pgleaderlock", "exec", "--name", name, *options, "--", *command]
+            process = preloaded.start(argv, {**os.environ, "PG_DSN": on}, spoken_to=spoken_to)
+            all_started.enter_context(attended(process))
+            return process
 
-    yield start_one
-    for process in started:
-        process.kill()
-        process.wait(PATIENCE_S)
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+        yield start_one
 
 
 def sh(script: str) -> tuple[str, ...]:
@@ -88,8 +82,11 @@ def read_until(stream: object, wanted: bytes | None) -> bytes:
 
 def ended(process: Process) -> tuple[int, str, str]:
     """Exit code, output and errors, once it has ended. Reads what nobody has read yet."""
-    out, err = process.communicate(timeout=PATIENCE_S)
-    return process.returncode, out.decode(), err.decode()
+    if process.stdin is not None:
+        process.stdin.close()
+    program = Program(process)
+    code = program.end()
+    return code, program.out, program.err
 
 
 def holders(dsn: str, name: str) -> list[int]:
@@ -113,9 +110,8 @@ def end_session(dsn: str, name: str) -> None:
 
 
 def test_the_lock_is_held_while_the_command_runs_and_free_when_it_has_ended(start: Start, dsn: str, name: str) -> None:
-    process = start("cat", stdin=subprocess.PIPE)
+    process = start("cat", spoken_to=True)
     process.stdin.write(b"ready\n")  # type: ignore[union-attr]
-    process.stdin.flush()  # type: ignore[union-attr]
     read_until(process.stdout, b"ready\n")
     assert len(holders(dsn, name)) == 1
     assert ended(process) == (0, "", "")
@@ -134,9 +130,8 @@ def test_the_command_sees_the_lock_and_the_node_in_its_environment(start: Start,
 
 
 def test_a_lock_given_by_its_keys_is_named_by_them(dsn: str) -> None:
-    argv = [sys.executable, "-m", "pgleaderlock", "exec", "--dsn", dsn, "--key1", "11", "--key2", "-12", "printenv"]
-    done = subprocess.run([*argv, "PGLEADERLOCK_NAME"], capture_output=True, timeout=PATIENCE_S, check=True)
-    assert done.stdout == b"11/-12\n"
+    keys = ("--key1", "11", "--key2", "-12")
+    assert command("exec", "--dsn", dsn, *keys, "printenv", "PGLEADERLOCK_NAME").out == "11/-12\n"
 
 
 def test_the_lock_is_not_given_back_before_the_last_process_of_the_group_has_gone(
@@ -151,7 +146,7 @@ def test_the_lock_is_not_given_back_before_the_last_process_of_the_group_has_gon
             read -r _; exit 5
         """),
         options=("--grace", f"{PATIENCE_S:g}"),
-        stdin=subprocess.PIPE,
+        spoken_to=True,
     )
     read_until(process.stdout, b"ready\n")
     process.stdin.close()  # type: ignore[union-attr]
@@ -167,7 +162,7 @@ def test_the_lock_is_not_given_back_before_the_last_process_of_the_group_has_gon
 
 
 def test_one_try_that_is_not_won_exits_75_runs_nothing_and_says_who_leads(start: Start, dsn: str, name: str) -> None:
-    leader = start(*sh("echo leads; read -r _"), stdin=subprocess.PIPE)
+    leader = start(*sh("echo leads; read -r _"), spoken_to=True)
     read_until(leader.stdout, b"leads\n")
     (pid,) = holders(dsn, name)
     code, out, err = ended(start("echo", "ran"))
@@ -180,7 +175,7 @@ def test_one_try_that_is_not_won_exits_75_runs_nothing_and_says_who_leads(start:
 
 @pytest.mark.parametrize("options", [(), ("--standby-wait", "20")], ids=["trying-again", "waiting-at-the-server"])
 def test_with_wait_it_runs_as_soon_as_the_leader_has_gone(start: Start, options: tuple[str, ...]) -> None:
-    leader = start(*sh("echo leads; read -r _"), stdin=subprocess.PIPE)
+    leader = start(*sh("echo leads; read -r _"), spoken_to=True)
     read_until(leader.stdout, b"leads\n")
     second = start("echo", "ran", options=("--wait", f"{PATIENCE_S:g}", "--log-level", "info", *options))
     read_until(second.stderr, b"to=follower" if not options else b"to=acquiring")
@@ -189,7 +184,7 @@ def test_with_wait_it_runs_as_soon_as_the_leader_has_gone(start: Start, options:
 
 
 def test_a_wait_that_is_over_exits_75_and_runs_nothing(start: Start) -> None:
-    leader = start(*sh("echo leads; read -r _"), stdin=subprocess.PIPE)
+    leader = start(*sh("echo leads; read -r _"), spoken_to=True)
     read_until(leader.stdout, b"leads\n")
     code, out, err = ended(start("echo", "ran", options=("--wait", "500ms", "--standby-wait", "20")))
     assert (code, out) == (75, "")
@@ -198,7 +193,7 @@ def test_a_wait_that_is_over_exits_75_and_runs_nothing(start: Start) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_that_comes_before_the_command_ends_the_wait(start: Start, signum: signal.Signals) -> None:
-    leader = start(*sh("echo leads; read -r _"), stdin=subprocess.PIPE)
+    leader = start(*sh("echo leads; read -r _"), spoken_to=True)
     read_until(leader.stdout, b"leads\n")
     second = start("echo", "ran", options=("--wait", "1h", "--log-level", "info"))
     read_until(second.stderr, b"to=follower")
@@ -284,7 +279,7 @@ def test_signals_are_passed_on_each_time_they_come(start: Start) -> None:
         while sys.stdin.readline():
             pass
     """
-    process = start(sys.executable, "-c", textwrap.dedent(script), *SIGNALS, stdin=subprocess.PIPE)
+    process = start(sys.executable, "-c", textwrap.dedent(script), *SIGNALS, spoken_to=True)
     read_until(process.stdout, b"ready\n")
     for signal_name in [*SIGNALS, "TERM", "INT"]:
         process.send_signal(getattr(signal, f"SIG{signal_name}"))
@@ -295,7 +290,7 @@ def test_signals_are_passed_on_each_time_they_come(start: Start) -> None:
 def test_a_command_ended_by_a_signal_that_was_passed_on_exits_128_plus_n(start: Start) -> None:
     process = start(*sh("echo ready; exec sleep 600"))
     read_until(process.stdout, b"ready\n")
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     assert ended(process) == (143, "", "")
 
 
@@ -312,15 +307,15 @@ def test_a_signal_that_comes_while_the_command_is_being_started_reaches_it(dsn: 
         main(sys.argv[1:])
     """
     argv = ["exec", "--dsn", dsn, "--name", name, "--", "sleep", "600"]
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), *argv], timeout=PATIENCE_S, check=False)
-    assert done.returncode == 128 + signal.SIGUSR1
+    with started([sys.executable, "-c", textwrap.dedent(program), *argv], {}) as late:
+        assert late.end() == 128 + signal.SIGUSR1
 
 
 def test_what_our_parent_wants_ignored_stays_ignored(start: Start) -> None:
     process = start(
         *sh("echo ready; read -r _; kill -HUP $$; echo lives"),
-        stdin=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        spoken_to=True,
+        behind=(*sh("trap '' HUP; exec \"$@\""), "sh"),
     )
     read_until(process.stdout, b"ready\n")
     process.send_signal(signal.SIGHUP)
@@ -391,11 +386,10 @@ def test_a_loss_while_the_command_is_being_started_is_a_loss_and_starts_nothing(
         main(sys.argv[1:])
     """
     argv = [sys.executable, "-c", textwrap.dedent(program), "exec", "--dsn", dsn, "--name", name, "--", "true"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        read_until(process.stdout, b"starting\n")
+    with started(argv, {}) as never:
+        never.until("starting\n", "out")
         end_session(dsn, name)
-        code, out, _ = ended(process)
-    assert (code, out) == (76, "")
+        assert (never.end(), never.out) == (76, "starting\n")
 
 
 def test_an_exit_of_the_command_counts_although_the_lock_is_lost_while_its_children_end(
@@ -404,11 +398,10 @@ def test_an_exit_of_the_command_counts_although_the_lock_is_lost_while_its_child
     process = start(
         *sh("(trap 'echo told' TERM; echo ready; while :; do sleep 0.1; done) & read -r _; exit 5"),
         options=("--grace", f"{PATIENCE_S:g}"),
-        stdin=subprocess.PIPE,
+        spoken_to=True,
     )
     read_until(process.stdout, b"ready\n")
     process.stdin.close()  # type: ignore[union-attr]
-    process.stdin = None
     read_until(process.stdout, b"told\n")
     end_session(dsn, name)
     assert ended(process)[0] == 5
@@ -461,7 +454,6 @@ def test_every_option_is_in_the_documentation(command_name: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     section = text.split(f"\n## {command_name}\n")[1].split("\n## ")[0]
     shared = text.split("\n## Options of several commands\n")[1].split("\n## ")[0]
-    argv = [sys.executable, "-m", "pgleaderlock", command_name, "--help"]
-    listed = re.findall(r"--[a-z0-9-]+", subprocess.run(argv, capture_output=True, check=True, text=True).stdout)
+    listed = re.findall(r"--[a-z0-9-]+", command(command_name, "--help").out)
     assert listed
     assert [option for option in set(listed) - {"--help"} if f"`{option}`" not in section + shared] == []

@@ -309,7 +309,8 @@ def here(argv: Sequence[str]) -> list[str]:
         elif Path(word).name in programs:
             word = programs[Path(word).name]  # noqa: PLW2901
         found.append(word)
-    return found
+    # By the interpreter of its first line, as the kernel does it: `support.preloaded` starts that quickly.
+    return [sys.executable, *found] if found[0] == programs["pgleaderlock"] else found
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ _EARLY = re.compile(r"PYTHON(?!UNBUFFERED)|LC_|LANG|LD_|LOGURU|MALLOC|UVLOOP|COV
 class Process(Protocol):
     """What tests use of `subprocess.Popen`."""
 
+    stdin: IO[bytes] | None
     stdout: IO[bytes] | None
     stderr: IO[bytes] | None
 
@@ -55,12 +56,13 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-def start(argv: Sequence[str], env: Mapping[str, str]) -> Process:
-    """Starts a program with these variables, an empty input, and its output and errors in pipes."""
+def start(argv: Sequence[str], env: Mapping[str, str], *, spoken_to: bool = False) -> Process:
+    """Starts a program with these variables, its output and errors in pipes, and so its input, or an empty one."""
     if argv[0] == sys.executable and _early(env) == _early(os.environ):
-        return _parent(os.getpid()).start(argv[1:], env)
+        return _parent(os.getpid()).start(argv[1:], env, spoken_to=spoken_to)
+    stdin = subprocess.PIPE if spoken_to else subprocess.DEVNULL
     return subprocess.Popen(
-        list(argv), env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        list(argv), env=dict(env), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
     )
 
 
@@ -84,16 +86,18 @@ class Parent:
             self._process = subprocess.Popen([sys.executable, "-P", __file__], stdin=theirs.fileno(), cwd="/")
         atexit.register(self.end)
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str]) -> "_Child":
+    def start(self, argv: Sequence[str], env: Mapping[str, str], *, spoken_to: bool = False) -> "_Child":
+        in_end, into = os.pipe() if spoken_to else (os.open(os.devnull, os.O_RDONLY), None)
         out, out_end = os.pipe()
         err, err_end = os.pipe()
+        ends = [in_end, out_end, err_end]
         try:
             request = {"do": "start", "argv": list(argv), "env": dict(env), "cwd": str(Path.cwd())}
-            pid = self.asks(request, [out_end, err_end])
+            pid = self.asks(request, ends)
         finally:
-            os.close(out_end)
-            os.close(err_end)
-        return _Child(self, pid, out, err)
+            for end in ends:
+                os.close(end)
+        return _Child(self, pid, into, out, err)
 
     def asks(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Any:
         with self._one_at_a_time:
@@ -111,11 +115,12 @@ class Parent:
 class _Child:
     """A program. As with every child, its pid is its own until it has been waited for."""
 
-    def __init__(self, parent: Parent, pid: int, out: int, err: int) -> None:
+    def __init__(self, parent: Parent, pid: int, into: int | None, out: int, err: int) -> None:
         self._parent = parent
         self._code: int | None = None
         self._one_asks = threading.Lock()  # of two, the second would wait for a child that is gone
         self.pid = pid
+        self.stdin: IO[bytes] | None = None if into is None else os.fdopen(into, "wb", buffering=0)
         self.stdout: IO[bytes] | None = os.fdopen(out, "rb", buffering=0)
         self.stderr: IO[bytes] | None = os.fdopen(err, "rb", buffering=0)
 
@@ -164,7 +169,7 @@ def _preload() -> None:
 def _forks(tests: socket.socket) -> dict[str, Any] | None:
     """Obeys until the test process is gone, which gives None. A child gets what it is to run."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(tests, _MESSAGE_BYTES_MAX, 2)
+        message, descriptors, _, _ = socket.recv_fds(tests, _MESSAGE_BYTES_MAX, 3)
         if not message:
             return None
         request: dict[str, Any] = json.loads(message)
@@ -184,8 +189,7 @@ def _forks(tests: socket.socket) -> dict[str, Any] | None:
 
 
 def _become(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, descriptor in enumerate((nothing, *descriptors)):
+    for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(request["cwd"])

@@ -117,7 +117,7 @@ def attended(process: Process) -> Iterator[Program]:
     finally:
         process.kill()
         process.wait(PATIENCE_S)
-        for stream in (process.stdout, process.stderr):
+        for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
 
