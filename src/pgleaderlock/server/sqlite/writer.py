@@ -543,12 +543,15 @@ class Log:
     thousands of grants. SQLite can copy over another connection, `copier`. Only the last step is left to the writer:
     the log restarts from its beginning when all of it has been copied and nothing was written meanwhile.
 
-    `note()` and `due()` are called after each commit, by the thread that made it. They never wait for the copier.
+    `note` and `due` are called after each commit, by the thread that made it. They never wait for the copier.
     `start_again` does, when the log is in doubt.
     """
 
     def __init__(self, writer: apsw.Connection, copier: apsw.Connection, mark: Mark, pages_max: int) -> None:
         self._mark = mark
+        self.note = mark.note
+        """Called after a commit: before a grant or a renewal is answered, and after a release is. If a release is lost,
+        the lock only stays held until the lease ends."""
         self._writer = writer
         self._copier = copier
         self._pages_max = pages_max
@@ -572,11 +575,6 @@ class Log:
         self._pages = pages
         self._mark.committed(pages)
         return apsw.SQLITE_OK
-
-    def note(self) -> None:
-        """Notes how long the log is, unless that has been noted: before a grant or a renewal is answered, and after a
-        release is. If a release is lost, the lock only stays held until the lease ends."""
-        self._mark.note()
 
     @property
     def overdue(self) -> bool:
