@@ -958,6 +958,20 @@ async def test_a_handshake_that_takes_long_loses_its_place(tmp_path: Path) -> No
 
 
 @both_loops
+async def test_a_client_whose_address_has_too_many_connections_does_not_wait_in_line() -> None:
+    app = Patient()
+    async with serving(app, connections_max=2, connections_per_address_max=1, header_timeout_s=600) as connect:
+        busy = [await connect(get("/wait"), f"127.0.0.{number}") for number in (1, 2)]
+        await app.have_begun(2)
+        with contextlib.suppress(ConnectionResetError):
+            assert await (await connect(get("/"), "127.0.0.1")).rest() == b"", "it is closed while no place is free"
+        patient = await connect(get("/third"), "127.0.0.3")
+        app.go.set()
+        for client, told in zip((*busy, patient), (b"GET /wait? ", b"GET /wait? ", b"GET /third? "), strict=True):
+            await client.until(told)
+
+
+@both_loops
 async def test_an_address_has_as_many_connections_as_it_may(caplog: pytest.LogCaptureFixture) -> None:
     app = Patient()
     async with serving(app, connections_per_address_max=2, header_timeout_s=600) as connect:

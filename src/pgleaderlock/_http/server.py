@@ -224,8 +224,9 @@ class HttpServer:
         return accepted
 
     def _put_in_line(self, accepted: socket.socket, peer: _Peer) -> None:
-        self._line.append((accepted, peer))
-        self._longer.set()
+        if self._may_have_more(accepted, peer):
+            self._line.append((accepted, peer))
+            self._longer.set()
 
     async def _hand_out(self) -> None:
         """Gives places to the clients in line. Makes room by closing connections that were idle for longest; if too few
@@ -233,14 +234,15 @@ class HttpServer:
         limits, connections = self._limits, self._connections
         while True:
             await self._longer.wait()
-            free = limits.connections_max - connections.count()
-            for _ in range(min(free, len(self._line), _NEW_PER_TURN)):
+            left_in_turn = _NEW_PER_TURN
+            while self._line and left_in_turn and connections.count() < limits.connections_max:
+                left_in_turn -= 1
                 self._let_in(*self._line.popleft())
             self._shorter.set()
             connections.places_wanted = 0
             if not self._line:
                 self._longer.clear()
-            elif free > _NEW_PER_TURN:
+            elif not left_in_turn:
                 await asyncio.sleep(0)
             else:
                 connections.fewer.clear()
@@ -249,14 +251,20 @@ class HttpServer:
                 connections.places_wanted = max(0, wanted)
                 await within(_ROOM_AGAIN_S, connections.fewer.wait())
 
-    def _let_in(self, accepted: socket.socket, peer: _Peer) -> None:
-        """Begins a connection, unless its address has too many."""
-        connections = self._connections
+    def _may_have_more(self, accepted: socket.socket, peer: _Peer) -> bool:
+        """Whether the client's address may have one more connection. Closes the client if not."""
         most = self._limits.connections_per_address_max
-        if most is not None and connections.count(peer[0]) >= most and not connections.close_idlest(1, peer[0]):
-            self._warn_seldom("connection_refused", client=peer[0], limit=most)
-            accepted.close()
+        if most is None or self._connections.count(peer[0]) < most or self._connections.close_idlest(1, peer[0]):
+            return True
+        self._warn_seldom("connection_refused", client=peer[0], limit=most)
+        accepted.close()
+        return False
+
+    def _let_in(self, accepted: socket.socket, peer: _Peer) -> None:
+        """Begins a connection."""
+        if not self._may_have_more(accepted, peer):  # others of its address may have come in since it was put in line
             return
+        connections = self._connections
         with contextlib.suppress(OSError):
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         loop = asyncio.get_running_loop()
