@@ -22,9 +22,6 @@ from pgleaderlock.server.sqlite import (
     locks as _sqlite_locks,
 )
 from pgleaderlock.server.sqlite import (
-    mark as _sqlite_mark,
-)
-from pgleaderlock.server.sqlite import (
     store as store_sqlite,
 )
 from pgleaderlock.server.sqlite import (
@@ -598,11 +595,11 @@ async def test_the_log_starts_again_although_something_is_written_during_each_co
     lengths: list[int] = []
     copies = 0
     copied, go_on = threading.Event(), threading.Event()
-    real_committed, real_copy = _sqlite_mark.Mark.committed, _sqlite_log.Log._copy
+    real_committed, real_copy = _sqlite_log.Log._committed, _sqlite_log.Log._copy
 
-    def committed(mark: Any, pages: int) -> None:
+    def committed(log: Any, connection: apsw.Connection, database: str, pages: int) -> int:
         lengths.append(pages)
-        real_committed(mark, pages)
+        return real_committed(log, connection, database, pages)
 
     def copy(log: Any, connection: apsw.Connection) -> int:
         nonlocal copies
@@ -619,7 +616,7 @@ async def test_the_log_starts_again_although_something_is_written_during_each_co
         await turns_of_the_loop(1)
         await the_thread_rests(store)  # whichever thread did it has asked for a copy, if one is due
 
-    monkeypatch.setattr(_sqlite_mark.Mark, "committed", committed)
+    monkeypatch.setattr(_sqlite_log.Log, "_committed", committed)
     monkeypatch.setattr(_sqlite_log.Log, "_copy", copy)
     monkeypatch.setattr(_sqlite_file, "LOG_PAGES", 200)
     async with opened() as store, asyncio.timeout(PATIENCE_S):

@@ -177,11 +177,11 @@ async def test_a_log_that_is_damaged_after_a_kill_reuses_no_token_and_is_noticed
     assert caplog.text.count("store_damaged") == noticed
 
 
-@pytest.mark.parametrize("restarted", [False, True], ids=["first log", "restarted log"])
+@pytest.mark.parametrize("log_is", ["the first", "restarted", "restarted by a longer commit"])
 async def test_the_last_page_of_the_log_is_missed_as_soon_as_its_grant_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_is: str
 ) -> None:
-    monkeypatch.setattr(file, "LOG_PAGES", 20)
+    monkeypatch.setattr(file, "LOG_PAGES", 2_000 if log_is == "restarted by a longer commit" else 20)
     path, killed = tmp_path / "locks.db", tmp_path / "killed"
 
     def last_page_is_missed() -> bool:
@@ -200,9 +200,15 @@ async def test_the_last_page_of_the_log_is_missed_as_soon_as_its_grant_is_told(
     await store.open()
     assert store._writer is not None
     log = store._writer._log
-    while restarted and log._starts < 3:
+    while log_is == "restarted" and log._starts < 3:
         await store.submit([release_of(await acquired(store, "job"))])
         await all_is_quiet(store)
+    if log_is == "restarted by a longer commit":
+        log._copier.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+        before = log._pages
+        await store.submit([Acquire(f"job-{number}", "alice", 30_000) for number in range(500)])
+        assert last_page_is_missed()
+        assert log._pages > before
     await all_is_quiet(store)
     # On the loop's thread: nothing else runs between the grant and the copy.
     lease = store.submit([Acquire("job", "alice", 30_000)]).result()[0]

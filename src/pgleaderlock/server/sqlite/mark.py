@@ -45,7 +45,6 @@ NOTE = struct.Struct("<IIII")
 NOTE_AT = 128
 NOTE_CHECK = 0x6D61726B
 LOG_SALTS = struct.Struct(">16xII")
-_ANY_LENGTH = 1 << 62
 _PART_BYTES = 1 << 20
 
 
@@ -183,8 +182,7 @@ def begin_run(connection: apsw.Connection, path: Path, left: Left) -> tuple["Mar
                 connection.execute(sql("raise_floor"), (left.floor,))
             run: int = connection.execute(sql("meta"), ("run",)).get
             mark.begin(run)
-            mark.committed(_log_state(connection, path).pages)
-            mark.note()
+            mark.note(_log_state(connection, path).pages)
     except BaseException:
         mark.close()
         raise
@@ -229,9 +227,6 @@ class Mark:
         """Write the mark durably, without a note: the note of an earlier run must not be compared with a new log."""
         self._path = path
         self._head = head
-        self._pages = _ANY_LENGTH
-        self._salts: tuple[int, int] | None = None
-        self._noted = False
         with described(mark_path(path)):
             self._fd = os.open(mark_path(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._log_fd = -1
@@ -255,30 +250,14 @@ class Mark:
         self._write(self._head._replace(ceiling=token + RESERVED_TOKENS))
         return self._head.ceiling
 
-    def committed(self, pages: int) -> None:
-        """Called at each commit with the number of pages that the log then has."""
-        if pages <= self._pages:  # the log has restarted from its beginning
-            self._salts = None
-        self._pages = pages
-        self._noted = False
-
-    def note(self) -> None:
-        """Writes down how many pages the log has, unless that has been done. This is a call that can fail: through a
-        map of the file, a full disk or a file that was cut short would end the process."""
-        if self._noted:
-            return
-        self._noted = True
+    def note(self, pages: int) -> None:
+        """Writes down how many pages the log has, and its salts: it may have restarted at any commit. This is a call
+        that can fail: through a map of the file, a full disk or a file that was cut short would end the process."""
         try:
-            if self._salts is None:
-                self._salts = LOG_SALTS.unpack(os.pread(self._log_fd, LOG_SALTS.size, 0))
-            first, second = self._salts
-            note = NOTE.pack(first, second, self._pages, first ^ second ^ self._pages ^ NOTE_CHECK)
-            os.pwrite(self._fd, note, NOTE_AT)
+            first, second = LOG_SALTS.unpack(os.pread(self._log_fd, LOG_SALTS.size, 0))
+            os.pwrite(self._fd, NOTE.pack(first, second, pages, first ^ second ^ pages ^ NOTE_CHECK), NOTE_AT)
         except (OSError, struct.error):
             return  # without a note, less damage is noticed, but no token is lost
-
-    def log_started_again(self) -> None:
-        self._pages = _ANY_LENGTH
 
     def end(self, *, in_order: bool) -> None:
         """Called when the file is closed. `in_order`: the file records that its run has ended. The end is clean if

@@ -543,19 +543,17 @@ class Log:
     thousands of grants. SQLite can copy over another connection, `copier`. Only the last step is left to the writer:
     the log restarts from its beginning when all of it has been copied and nothing was written meanwhile.
 
-    `note` and `due` are called after each commit, by the thread that made it. They never wait for the copier.
+    `note()` and `due()` are called after each commit, by the thread that made it. They never wait for the copier.
     `start_again` does, when the log is in doubt.
     """
 
     def __init__(self, writer: apsw.Connection, copier: apsw.Connection, mark: Mark, pages_max: int) -> None:
         self._mark = mark
-        self.note = mark.note
-        """Called after a commit: before a grant or a renewal is answered, and after a release is. If a release is lost,
-        the lock only stays held until the lease ends."""
         self._writer = writer
         self._copier = copier
         self._pages_max = pages_max
         self._pages = 0
+        self._noted = True
         self._starts = 0
         """How often the log has restarted from its beginning."""
         self._copied = (0, 0)
@@ -573,8 +571,15 @@ class Log:
         if pages <= self._pages:
             self._starts += 1
         self._pages = pages
-        self._mark.committed(pages)
+        self._noted = False
         return apsw.SQLITE_OK
+
+    def note(self) -> None:
+        """Notes how long the log is, unless that has been noted: before a grant or a renewal is answered, and after a
+        release is. If a release is lost, the lock only stays held until the lease ends."""
+        if not self._noted:
+            self._noted = True
+            self._mark.note(self._pages)
 
     @property
     def overdue(self) -> bool:
@@ -588,7 +593,6 @@ class Log:
         if self.overdue or (start == self._starts and self._pages - copied <= self._pages_max // REST_FACTOR):
             # The writer copies what is left. Then the next transaction restarts the log.
             self._copy(self._writer)
-            self._mark.log_started_again()
         else:
             self._idle.clear()
             self._asked.put(self._starts)
@@ -600,7 +604,6 @@ class Log:
         self.doubtful = False  # set before the copy: the other thread may set it again meanwhile
         try:
             self._writer.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
-            self._mark.log_started_again()
         except BaseException:
             self.doubtful = True
             raise
