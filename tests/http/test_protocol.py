@@ -894,6 +894,51 @@ async def test_as_many_connections_end_with_their_answer_as_there_are_new_ones(
 
 
 @both_loops
+async def test_a_place_that_is_free_already_is_not_taken_from_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "GRACE_S", float("inf"))
+    handed_out = asyncio.Event()
+
+    async def within(_timeout_s: float, waiting: Coroutine[Any, Any, Any]) -> None:
+        waiting.close()
+        await handed_out.wait()
+
+    async with serving(echo, at_once=now, connections_max=2, header_timeout_s=600) as connect:
+        first, second = [await connect(get("/")) for _ in range(2)]
+        for client in (first, second):
+            await client.until(b"\r\n\r\n/")
+        with monkeypatch.context() as patched:
+            patched.setattr(http_server, "within", within)
+            newcomer = await connect(get("/new"))
+            await asyncio.wait_for(_wanted(connect, 1), PATIENCE_S)
+            first.send(get("/last"))
+            assert b"connection: close" in await first.rest()
+            second.send(get("/still"))
+            assert b"connection: close" not in await second.until(b"\r\n\r\n/still")
+            handed_out.set()
+            await newcomer.until(b"\r\n\r\n/new")
+
+
+@both_loops
+@pytest.mark.parametrize(
+    ("limits", "most"), [({}, http_server._NEW_PER_TURN), ({"connections_per_address_max": 99}, 1)]
+)
+async def test_places_are_handed_out_in_small_parts(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], most: int
+) -> None:
+    async with serving(echo, connections_max=200, **limits) as connect:
+        server, turn, in_a_turn = connect.server, 0, collections.Counter[int]()
+        monkeypatch.setattr(server, "_let_in", lambda _accepted, _peer: in_a_turn.update([turn]))
+        with socket.socket() as client:
+            server._line.extend([(client, ("127.0.0.1", 1))] * 100)
+            server._longer.set()
+            while server._line:
+                turn += 1
+                await asyncio.sleep(0)
+        assert sum(in_a_turn.values()) == 100
+        assert max(in_a_turn.values()) == most
+
+
+@both_loops
 async def test_a_client_that_keeps_its_ended_connection_open_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 600)
     async with serving(deaf, connections_max=1, header_timeout_s=600) as connect:

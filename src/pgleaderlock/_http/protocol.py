@@ -249,9 +249,11 @@ class Connection(asyncio.Protocol):
         self._refusal = None
         self._client_has_gone()
         self.resume_writing()
-        self.shared.open.discard(self)
-        self.shared.ending.discard(self)
-        self.shared.fewer.set()
+        shared = self.shared
+        shared.open.discard(self)
+        shared.ending.discard(self)
+        shared.places_wanted = max(0, shared.places_wanted - 1)  # this place is free now
+        shared.fewer.set()
 
     def data_received(self, data: bytes) -> None:
         if self._rests():  # after `pause_reading`, TLS still delivers what it has read before

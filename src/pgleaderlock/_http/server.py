@@ -64,11 +64,12 @@ _CLOSED_SHARE = 64
 """At the limit of connections, this share of them is closed at once: finding the idlest takes longer than accepting."""
 _NEW_SHARE = 8
 _NEW_MIN = 64
-"""At the limit of connections, this many new clients are kept that have sent nothing yet, and this many wait in line:
-one for every eight places, and no fewer than 64, because a healthy client may connect a moment before it sends. The
-others wait in the kernel."""
+"""At the limit of connections, this many new clients are kept that have sent nothing yet, and this many in line: one
+for every eight places, and no fewer than 64, because a healthy client may connect a moment before it sends. The others
+wait in the kernel. The line is longer by those that were silent and have sent something since."""
 _NEW_PER_TURN = 32
-"""How many new clients are accepted, and how many get a place, in one turn of the event loop."""
+"""How many new clients are accepted, and how many get a place, in one turn of the event loop. Where a client takes
+milliseconds, it is one: for a TLS handshake, and to look at all connections of its address."""
 _SWEEP_INTERVAL_S = 0.5
 _JSON_TYPE = b"application/json"
 # Closing while the client still sends would reset the connection, and the client could lose the response. So a body
@@ -135,6 +136,8 @@ class HttpServer:
         self._line: deque[tuple[socket.socket, _Peer]] = deque()
         """New clients beyond the limit of connections that have sent something, in the order in which they did."""
         self._new_max = max(_NEW_MIN, self._limits.connections_max // _NEW_SHARE)
+        costly = tls is not None or self._limits.connections_per_address_max is not None
+        self._new_per_turn = 1 if costly else _NEW_PER_TURN
         self._longer, self._shorter = asyncio.Event(), asyncio.Event()
         """Set when clients have joined the line, and when some have left it."""
         self._log = get_logger("pgleaderlock.server")
@@ -198,7 +201,7 @@ class HttpServer:
             else:
                 self._keep_silent(accepted, peer)
             accepted_in_turn += 1
-            if accepted_in_turn >= _NEW_PER_TURN:  # `sock_accept` does not wait if many have come at once
+            if accepted_in_turn >= self._new_per_turn:  # `sock_accept` does not wait if many have come at once
                 accepted_in_turn = 0
                 await asyncio.sleep(0)
 
@@ -234,7 +237,7 @@ class HttpServer:
         limits, connections = self._limits, self._connections
         while True:
             await self._longer.wait()
-            left_in_turn = _NEW_PER_TURN
+            left_in_turn = self._new_per_turn
             while self._line and left_in_turn and connections.count() < limits.connections_max:
                 left_in_turn -= 1
                 self._let_in(*self._line.popleft())
