@@ -919,13 +919,11 @@ async def test_a_place_that_is_free_already_is_not_taken_from_another_client(mon
 
 
 @both_loops
-@pytest.mark.parametrize(
-    ("limits", "most"), [({}, http_server._NEW_PER_TURN), ({"connections_per_address_max": 99}, 1)]
-)
+@pytest.mark.parametrize(("per_address_max", "most"), [(None, http_server._NEW_PER_TURN), (99, 1)])
 async def test_places_are_handed_out_in_small_parts(
-    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], most: int
+    monkeypatch: pytest.MonkeyPatch, per_address_max: int | None, most: int
 ) -> None:
-    async with serving(echo, connections_max=200, **limits) as connect:
+    async with serving(echo, connections_max=200, connections_per_address_max=per_address_max) as connect:
         server, turn, in_a_turn = connect.server, 0, collections.Counter[int]()
         monkeypatch.setattr(server, "_let_in", lambda _accepted, _peer: in_a_turn.update([turn]))
         with socket.socket() as client:
