@@ -119,16 +119,17 @@ async def test_roles_of_a_node_that_dies_are_spread_while_they_are_won(
         assert moves(superuser, space) - before <= 1, "nothing had to be moved afterwards"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3_000)
 async def test_a_thousand_roles_move_no_more_than_they_must_when_nodes_join_and_die(
     node: Callable[..., LeaderElection], superuser: str, space: str
 ) -> None:
-    """As many as that with the counts of a proof; else fewer."""
+    """As many as that with the counts of a proof; else fewer. A thousand take three minutes, and on a machine with ten
+    times the load that it can carry more than a quarter of an hour."""
     many = count(30, 1000)
     roles = [f"role-{number:04}" for number in range(many)]
     a, b, c = (node(name, roles=roles) for name in "abc")
     third = [many // 3, (many + 1) // 3, (many + 2) // 3]
-    async with a, asyncio.timeout(800):
+    async with a, asyncio.timeout(2_700):
         await reaches([a], [many])
         async with running(b, c):
             await reaches([a, b, c], third)
